@@ -197,7 +197,7 @@ def filled(names: dict[str, Any]) -> None:
 
 def _filling() -> Any:
     from allhands import Mesh, SupervisedRunner
-    from allhands.runner import workers
+    from allhands.loop import workers
 
     class Filling(SupervisedRunner):
         """A runner whose `train(..., option=…)` is given the rest. On at most two workers: a mesh
@@ -283,7 +283,7 @@ def _commands(text: str) -> None:
 def main() -> None:
     # Two workers whatever the cores: a page that says nothing means all of them.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from allhands.runner import workers
+    from allhands.loop import workers
 
     workers.cores = lambda: 2
     wanted = [ROOT / name for name in sys.argv[1:]] or [

@@ -53,6 +53,7 @@ _PACKAGES = (
     "horovod",
     "kvstore",
     "launch",
+    "loop",
     "models",
     "runner",
     "step",

@@ -52,7 +52,7 @@ class Scales(Callback):
         self.weights: list[float] = []
 
     def on_step_end(self, training: Any) -> None:
-        self.scales.append(training.precision.scaler.get_scale())
+        self.scales.append(training.loop.precision.scaler.get_scale())
         self.weights.append(float(training.model.weight.detach()))
 
 

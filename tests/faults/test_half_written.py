@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 import allhands
 from allhands import Callback, SupervisedRunner
 from allhands.launch import spawn
-from allhands.runner import checkpoint
-from allhands.runner.checkpoint.storage import Writer
+from allhands.loop import checkpoint
+from allhands.loop.checkpoint.storage import Writer
 from tests.runner.problems import arguments
 from tests.worlds import in_world
 

@@ -16,7 +16,7 @@ from allhands import Callback, SupervisedRunner, load_checkpoint
 from allhands.cli import main
 from allhands.errors import UserError
 from allhands.federated import Federated
-from allhands.runner import workers
+from allhands.loop import workers
 from tests.federated import simulating as sim
 
 
@@ -153,14 +153,14 @@ def test_save_every_counts_rounds(tmp_path, monkeypatch):
     from allhands.federated.checkpoint import RoundCheckpoints
 
     saved = []
-    whole = RoundCheckpoints.save_round
+    whole = RoundCheckpoints.save
     monkeypatch.setattr(
         RoundCheckpoints,
-        "save_round",
-        lambda self, *given: (saved.append(self.session.epoch), whole(self, *given))[1],
+        "save",
+        lambda self, *given: (saved.append(self.loop.epoch), whole(self, *given))[1],
     )
     monkeypatch.setattr(
-        "allhands.federated.session.Session._update_best", lambda self, values: False
+        "allhands.federated.round_loop.RoundLoop._update_best", lambda self, values: False
     )
     train(tmp_path, Stop(), save_every=4)
     assert saved == [4, 6]

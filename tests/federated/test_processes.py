@@ -24,7 +24,7 @@ from allhands.federated.executors.shared import Shared
 from allhands.federated.failures import ClientFailedError
 from allhands.federated.team import Team
 from allhands.launch import spawn
-from allhands.runner import workers
+from allhands.loop import workers
 from tests.federated import simulating as sim
 from tests.timeouts import patience
 

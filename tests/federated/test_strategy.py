@@ -15,7 +15,8 @@ import allhands
 from allhands import Callback, SupervisedRunner
 from allhands.errors import UserError
 from allhands.federated import Federated
-from allhands.runner import EarlyStopping, workers
+from allhands.loop import workers
+from allhands.runner import EarlyStopping
 from tests.federated import simulating as sim
 
 

@@ -9,8 +9,8 @@ import torch
 
 import allhands
 from allhands import UserError
-from allhands.runner import checkpoint
-from allhands.runner.checkpoint import storage
+from allhands.loop import checkpoint
+from allhands.loop.checkpoint import storage
 from tests.runner.problems import fit
 
 

@@ -133,7 +133,7 @@ class Fails(Callback):
     def on_step_end(self, training: Any) -> None:
         if training.step != 5 or training.world.rank != 1:
             return
-        training.checkpoints.wait()  # the first epoch's checkpoint is whole
+        training.loop.checkpoints.wait()  # the first epoch's checkpoint is whole
         if self.how == "raise":
             raise ValueError("planted fault")
         if self.how == "exit":

@@ -22,7 +22,7 @@ import allhands
 from allhands import KVStore, UserError
 from allhands.cli.run_objects import train
 from allhands.config import read_run
-from allhands.runner import training_checkpoints
+from allhands.loop import loop_checkpoints
 from tests.runner.problems import arguments, classification, classifier, fit
 from tests.timeouts import patience
 
@@ -97,7 +97,7 @@ def test_verify_measures_how_far_compression_drifts() -> None:
 
 def checkpoint_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = [{"strategy/w": torch.tensor([1.0, 2.0])}, {"strategy/w": torch.tensor([10.0, 20.0])}]
-    monkeypatch.setattr(training_checkpoints.checkpoint, "load_own", lambda path, rank: kept[rank])
+    monkeypatch.setattr(loop_checkpoints.checkpoint, "load_own", lambda path, rank: kept[rank])
 
 
 @pytest.mark.parametrize(
@@ -121,16 +121,20 @@ def test_what_compression_left_over_is_lost_on_no_number_of_workers(
         given.append(tensors)
         return workers != 1
 
-    training = SimpleNamespace(
+    loop = SimpleNamespace(
         world=SimpleNamespace(rank=rank, world_size=workers),
         reporter=SimpleNamespace(line=lines.append),
-        settings=SimpleNamespace(strategy=SimpleNamespace(load_own_tensors=load, name="ddp")),
     )
-    loading = object.__new__(training_checkpoints.TrainingCheckpoints)
-    loading.training = training  # type: ignore[assignment]
+    group = SimpleNamespace(strategy=SimpleNamespace(load_own_tensors=load, name="ddp"))
+    loading = object.__new__(loop_checkpoints.LoopCheckpoints)
+    loading.loop = loop  # type: ignore[assignment]
     state = {"world_size": 2, "strategy": {"ddp": {}}}
     loading._load_strategys_own(
-        Path("x"), state, training_checkpoints.checkpoint.load_own(Path("x"), 0)
+        Path("x"),
+        state,
+        loop_checkpoints.checkpoint.load_own(Path("x"), 0),
+        "strategy/",
+        group,  # type: ignore[arg-type]
     )
     assert [{name: value.tolist() for name, value in one.items()} for one in given] == [
         {"w": expected} if expected else {}

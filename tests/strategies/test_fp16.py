@@ -57,7 +57,7 @@ class Scales(Callback):
         self.seen: list[float] = []
 
     def on_step_end(self, training: Any) -> None:
-        self.seen.append(training.precision.scaler.get_scale())
+        self.seen.append(training.loop.precision.scaler.get_scale())
 
 
 def trained(name: str, folder: Path) -> tuple[Any, list[float]]:

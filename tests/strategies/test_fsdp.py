@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from allhands import DDP, FSDP, Callback, Mesh, Single, SupervisedRunner, UserError
 from allhands.data import derive_seed
+from allhands.loop.checkpoint import load
 from allhands.models import GPT, MLP
-from allhands.runner.checkpoint import load
 from allhands.strategies import Strategy, fsdp
 from allhands.strategies.held import held
 from allhands.strategies.repoint import check_optimizer

@@ -15,7 +15,7 @@ import allhands
 from allhands import LocalSGD, Single, SupervisedRunner, UserError, World
 from allhands.cli import run_objects
 from allhands.config import read_run
-from allhands.runner.workers import Plan
+from allhands.loop.workers import Plan
 from allhands.strategies.local_sgd_exchange import cut_in_fragments, layers_of
 from allhands.strategies.local_sgd_state import own_state, take_own_state
 from allhands.verify.report import LOSSY, SAME

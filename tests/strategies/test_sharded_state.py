@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import allhands
 from allhands import DDP, FSDP, Callback, SupervisedRunner, UserError
 from allhands.launch import spawn
-from allhands.runner.checkpoint import load
+from allhands.loop.checkpoint import load
 from allhands.strategies.held import dealt
 from tests.reference import global_batches, relative_difference, train_by_hand
 from tests.worlds import in_world

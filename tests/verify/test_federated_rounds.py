@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 import allhands
 from allhands.errors import UserError
 from allhands.federated import Federated
-from allhands.runner import workers
+from allhands.loop import workers
 from allhands.verify.compare import verify
 from allhands.verify.federated_rounds import verify_rounds
 from tests.federated import simulating as sim

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from allhands.errors import UserError
-from allhands.runner.settings import Data
+from allhands.loop.settings import Data
 from allhands.verify.probes import Probe, refuse_strangers, unregistered
 from allhands.verify.runs import Runs
 from tests.verify.problems import arguments, data

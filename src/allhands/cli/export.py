@@ -50,7 +50,7 @@ def export(
         raise UserError(f"-o {output}: there is no folder {output.absolute().parent}")
     from safetensors.torch import save_file
 
-    from allhands.runner.checkpoint import load, resolve
+    from allhands.loop.checkpoint import load, resolve
 
     folder = resolve(checkpoint)
     state = load(folder)

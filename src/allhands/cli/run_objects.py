@@ -21,8 +21,8 @@ from allhands.config import RunFile
 from allhands.data import catalogue, derive_seed, seed_everything
 from allhands.federated.sites.definition import Definition
 from allhands.federated.strategy import Federated
+from allhands.loop.workers import plan
 from allhands.runner import Callback, EarlyStopping, SupervisedRunner
-from allhands.runner.workers import plan
 from allhands.step import MuonAdamW
 from allhands.strategies import STRATEGIES, Strategy, strategy_named
 from allhands.verify.compare import verify as compare

@@ -9,7 +9,7 @@ from allhands.data.feed import Feed
 from allhands.data.order import Dealer, global_order, share_of
 from allhands.data.random import derive_seed, preserved_generators, seed_everything
 from allhands.data.split import SplitByRank
-from allhands.data.trees import map_tensors
+from allhands.data.trees import map_tensors, to_device
 
 __all__ = [
     "CountedRows",
@@ -26,4 +26,5 @@ __all__ = [
     "share_of",
     "sources_from_datasets",
     "sources_from_loaders",
+    "to_device",
 ]

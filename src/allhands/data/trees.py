@@ -20,3 +20,10 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(map_tensors(item, change) for item in value)
     return value
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """A batch with all its tensors on `device`."""
+    return map_tensors(
+        value, lambda t: t if t.device == device else t.to(device, non_blocking=True)
+    )

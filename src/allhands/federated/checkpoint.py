@@ -11,17 +11,18 @@ import torch
 
 from allhands.comm import calls
 from allhands.errors import UserError
-from allhands.runner import checkpoint
-from allhands.runner.training_checkpoints import TrainingCheckpoints
+from allhands.loop import checkpoint
+from allhands.loop.checkpoints import Checkpoints
+from allhands.loop.position import Position
 
 if TYPE_CHECKING:
-    from allhands.federated.session import Session
+    from allhands.federated.round_loop import RoundLoop
 
 _FORMAT = 1
 _STATES = "states/"
 
 
-class RoundCheckpoints(TrainingCheckpoints):
+class RoundCheckpoints(Checkpoints):
     """The checkpoints of one federated training. All ranks call every method together.
 
     The epochs in their names are finished rounds. Weights, the algorithm's state, costs and history
@@ -29,48 +30,49 @@ class RoundCheckpoints(TrainingCheckpoints):
     on any number of ranks.
     """
 
-    def __init__(self, session: Session) -> None:
-        given: Any = session  # has what the choosing of a checkpoint asks of a `Training`
-        super().__init__(given)
-        self.session = session
+    loop: RoundLoop
 
-    def save_round(self, best: bool, metrics: Mapping[str, Mapping[str, float]]) -> Path:
-        """Save, after a round."""
-        session = self.session
+    def save(
+        self,
+        position: Position | None,
+        best: bool = False,
+        metrics: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> Path:
+        loop = self.loop
         assert self._saver is not None
-        calls.note(("saving a checkpoint after round", session.epoch))
-        own = {_STATES + key: value for key, value in session.rounds.states.state_dict().items()}
+        calls.note(("saving a checkpoint after round", loop.epoch))
+        own = {_STATES + key: value for key, value in loop.rounds.states.state_dict().items()}
         summary = {
-            "epoch": session.epoch,
-            "step": session.step,
-            "world_size": session.world.world_size,
-            "metrics": metrics,
+            "epoch": loop.epoch,
+            "step": loop.step,
+            "world_size": loop.world.world_size,
+            "metrics": metrics or {},
         }
         return self._saver.save(self.state(), own, summary, None, best)
 
     def state(self) -> dict[str, Any]:
-        session, settings = self.session, self.session.settings
-        rounds = session.rounds.state_dict()
+        loop, settings = self.loop, self.loop.settings
+        rounds = loop.rounds.state_dict()
         return {
             "format": _FORMAT,
-            "model": session.model.state_dict(),
+            "model": loop.model.state_dict(),
             "rounds": {**rounds, "history": _packed(rounds["history"])},
-            "algorithm": session.rounds.algorithm.name,
-            "clients": len(session.rounds.clients),
+            "algorithm": loop.rounds.algorithm.name,
+            "clients": len(loop.rounds.clients),
             "optimizer": settings.optimizer.state_dict(),
-            "scheduler": session.schedule.state_dict(),
-            "epoch": session.epoch,
-            "step": session.step,
+            "scheduler": loop.schedule.state_dict(),
+            "epoch": loop.epoch,
+            "step": loop.step,
             "position": None,
-            "best": session.best,
-            "best_epoch": session.best_round,
+            "best": loop.best,
+            "best_epoch": loop.best_round,
             "callbacks": [callback.state_dict() for callback in settings.callbacks],
             "seed": settings.seed,
-            "world_size": session.world.world_size,
+            "world_size": loop.world.world_size,
         }
 
-    def _load(self, path: Path, state: dict[str, Any]) -> None:
-        session, settings, rounds = self.session, self.session.settings, self.session.rounds
+    def load(self, path: Path, state: dict[str, Any]) -> None:
+        loop, settings, rounds = self.loop, self.loop.settings, self.loop.rounds
         if "rounds" not in state:
             raise UserError(
                 f"resume: {path} is of a training that was not federated; resume it without "
@@ -94,18 +96,19 @@ class RoundCheckpoints(TrainingCheckpoints):
                     f"{now!r}; set the {what} to {then!r}, or start anew with resume=None"
                 )
         try:
-            session.model.load_state_dict(state["model"])
+            loop.model.load_state_dict(state["model"])
             settings.optimizer.load_state_dict(state["optimizer"])
         except (RuntimeError, ValueError, KeyError) as error:
             raise UserError(
                 f"resume: the checkpoint is of another model or optimizer: {error}"
             ) from None
-        session.read_model()
+        loop.read_model()
         rounds.load_state_dict(
             {**state["rounds"], "history": _unpacked(state["rounds"]["history"])}
         )
-        session.schedule.load_state_dict(state["scheduler"])
-        session.best, session.best_round = state["best"], state["best_epoch"]
+        loop.epoch = loop.global_step = rounds.server.round
+        loop.schedule.load_state_dict(state["scheduler"])
+        loop.best, loop.best_round = state["best"], state["best_epoch"]
         for callback, callback_state in zip(settings.callbacks, state["callbacks"], strict=True):
             callback.load_state_dict(callback_state)
         # One rank's part at a time; each rank takes what it will keep, and learns where the rest

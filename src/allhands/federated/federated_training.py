@@ -23,16 +23,16 @@ from allhands.federated.executors.shared import Shared
 from allhands.federated.local_training import Forward as LocalForward
 from allhands.federated.local_training import LocalOptimizer, LocalTraining
 from allhands.federated.partitions import partition_of
+from allhands.federated.round_loop import RoundLoop
 from allhands.federated.rounds import Evaluate
 from allhands.federated.row_layout import RowLayout
 from allhands.federated.samples import Samples
-from allhands.federated.session import Session
 from allhands.federated.strategy import Federated
 from allhands.federated.team import Team
+from allhands.loop.reporter import Reporter
 from allhands.runner.evaluation import Forward, evaluate_feed, fitting, loss_rule
 from allhands.runner.metrics import LoaderMetrics
-from allhands.runner.reporter import Reporter
-from allhands.runner.settings import TrainSettings
+from allhands.runner.train_settings import TrainSettings
 from allhands.step import Precision, batch_loss
 from allhands.world import World
 
@@ -120,8 +120,7 @@ def train(
                 "and there is none; of the clients' training only the loss is known. Pass a loader "
                 "'valid', or Federated(test_fraction=0.2)"
             )
-        session = Session(settings, world, reporter, rounds, evaluated)
-        history = session.run()
+        history = RoundLoop(settings, world, reporter, rounds, evaluated).run()
     model.to(home)
     if isinstance(settings.criterion, nn.Module):
         settings.criterion.to(home)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from allhands.loop.checkpoint import load as load_checkpoint
 from allhands.runner.callbacks import Callback, EarlyStopping
-from allhands.runner.checkpoint import load as load_checkpoint
 from allhands.runner.supervised import SupervisedRunner
 
 __all__ = ["Callback", "EarlyStopping", "SupervisedRunner", "load_checkpoint"]

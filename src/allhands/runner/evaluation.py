@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from allhands.comm import all_gather_rows, all_gather_text
-from allhands.data import CountedRows, Feed, map_tensors
+from allhands.data import CountedRows, Feed, to_device
 from allhands.errors import UserError
+from allhands.loop.reporter import Pace, Reporter
 from allhands.runner.metrics import LoaderMetrics
-from allhands.runner.reporter import Pace, Reporter
 from allhands.step import LossRule, OverBatch, Precision, WholeBatch
 from allhands.step.counted import as_count, split_pair
 from allhands.step.modes import evaluation_mode
@@ -109,20 +109,6 @@ class _Fitting:
         return output, target.reshape(wanted)
 
 
-def try_on(
-    runner: SupervisedRunner,
-    feed: Feed,
-    precision: Precision,
-    device: torch.device,
-    module: nn.Module,
-    pieces: int,
-) -> None:
-    """Have the runner call a module on a micro-batch of a feed, of which `pieces` make a batch."""
-    batch = feed.example(max(2, -(-(feed.batch_size or 32) // pieces)))  # BatchNorm needs two
-    with precision.autocast():
-        Forward(runner, module, device)(batch)
-
-
 def choose_valid_loader(feeds: Mapping[str, Feed], chosen: str | None) -> str:
     """The loader whose metric decides: `chosen`, else "valid", else the first that is not trained
     on, else the trained one."""
@@ -157,13 +143,6 @@ def check_over_batch(criterion: Any, strategy: Strategy, workers: int) -> None:
     with this strategy."""
     if isinstance(criterion, OverBatch) and (refused := strategy.over_batch_refused(workers)):
         raise UserError(f"criterion=OverBatch(…) with strategy '{strategy.name}': {refused}")
-
-
-def to_device(value: Any, device: torch.device) -> Any:
-    """A batch with all its tensors on `device`."""
-    return map_tensors(
-        value, lambda t: t if t.device == device else t.to(device, non_blocking=True)
-    )
 
 
 def evaluate_feed(

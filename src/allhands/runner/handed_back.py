@@ -11,8 +11,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from allhands.comm import all_gather_rows, calls
 from allhands.launch import handback, results
-from allhands.runner.reporter import Reporter
-from allhands.runner.settings import TrainSettings, is_meta
+from allhands.loop.reporter import Reporter
+from allhands.loop.settings import is_meta
+from allhands.runner.train_settings import TrainSettings
 from allhands.world import World
 
 if TYPE_CHECKING:

@@ -50,7 +50,7 @@ def in_training(model: nn.Module) -> tuple[nn.Module, Training | None]:
         ):
             raise UserError(
                 "the model that was given holds the one in training, and strategy "
-                f"'{training.settings.strategy.name}' trains "
+                f"'{training.loop.strategy.name}' trains "
                 "that in parts, in another module. Pass training.model, or write distributed='ddp'"
             )
     if any(hasattr(parameter, "placements") for parameter in model.parameters()):

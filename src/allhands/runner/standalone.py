@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from allhands.data import build_feeds, preserved_generators
+from allhands.loop.reporter import Reporter
 from allhands.runner.evaluation import (
     Forward,
     check_over_batch,
@@ -20,7 +21,6 @@ from allhands.runner.evaluation import (
     predict_feed,
 )
 from allhands.runner.metrics import LoaderMetrics
-from allhands.runner.reporter import Reporter
 from allhands.runner.running import in_training
 from allhands.step import Precision
 from allhands.strategies import DDP, Strategy

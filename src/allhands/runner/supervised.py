@@ -12,24 +12,19 @@ from torch import nn
 
 from allhands.errors import UserError, kind_of
 from allhands.launch import handback
-from allhands.runner import handed_back, standalone, workers
-from allhands.runner.compiling import check_compiled
+from allhands.loop import workers
+from allhands.loop.compiling import check_compiled
+from allhands.loop.loggers import prepare_logdir
+from allhands.loop.recomputing import check_recomputed
+from allhands.loop.reporter import Reporter
+from allhands.loop.settings import Data, check_meta, check_model, check_values
+from allhands.runner import handed_back, standalone
 from allhands.runner.evaluation import check_over_batch
 from allhands.runner.hooks import check_runner
 from allhands.runner.keys import Keys, check_keys, inputs_of, missing_key, takes_by_name, target_in
-from allhands.runner.loggers import prepare_logdir
 from allhands.runner.metrics import named_metrics
-from allhands.runner.recomputing import check_recomputed
-from allhands.runner.reporter import Reporter
 from allhands.runner.running import in_training
-from allhands.runner.settings import (
-    Data,
-    TrainSettings,
-    callback_list,
-    check_meta,
-    check_model,
-    check_values,
-)
+from allhands.runner.train_settings import TrainSettings, callback_list
 from allhands.runner.training import History, Training
 from allhands.strategies import Strategy
 from allhands.strategies.alike import check_parameter_hooks, own_memory

@@ -10,7 +10,7 @@ import torch
 import allhands
 from allhands.launch import spawn
 from allhands.launch.processes import cores
-from allhands.runner.workers import gather_nodes, node_task, world_around
+from allhands.loop.workers import gather_nodes, node_task, world_around
 
 
 def distributed_cmd_run(

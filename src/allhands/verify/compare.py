@@ -13,9 +13,9 @@ from torch import nn
 from allhands.checks import check_whole, is_whole
 from allhands.errors import AllhandsError, UserError, kind_of
 from allhands.launch import idle_agents
+from allhands.loop.settings import Data
+from allhands.loop.workers import plan, world_around
 from allhands.runner import SupervisedRunner
-from allhands.runner.settings import Data
-from allhands.runner.workers import plan, world_around
 from allhands.step.closure import takes_closure
 from allhands.strategies import Strategy, strategy_named
 from allhands.verify import causes, probes

@@ -11,8 +11,8 @@ from torch import nn
 
 from allhands.comm import all_gather_rows
 from allhands.data.agree import checksum
+from allhands.loop.schedule import learning_rates
 from allhands.runner import Callback
-from allhands.runner.schedule import learning_rates
 from allhands.runner.training import Training
 
 # Names of the differences over all parameters together.
@@ -74,13 +74,13 @@ class Recorder(Callback):
             strategy.before_step = lambda: self._before_update(training)
         else:
             training.optimizer.register_step_pre_hook(lambda *_: self._before_update(training))
-        for feed in training.trained:
+        for feed in training.loop.trained:
             feed.epoch = self._seeing(feed.epoch)  # type: ignore[method-assign]
             metrics = training.metrics[feed.name]
             metrics.observe = self._observing(metrics.observe)  # type: ignore[method-assign]
-        if training.wrapped is not training.model:
+        if training.loop.called is not training.model:
             self.wraps = True
-            training.wrapped.register_forward_pre_hook(self._called)
+            training.loop.called.register_forward_pre_hook(self._called)
 
     def on_step_end(self, training: Training) -> None:
         if self._gradients is None:

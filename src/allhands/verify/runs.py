@@ -21,10 +21,11 @@ from allhands.data import Feed, Source, map_tensors
 from allhands.errors import UserError, WorldError
 from allhands.launch import ship
 from allhands.launch.unpicklable import explain
-from allhands.runner.reporter import Reporter
-from allhands.runner.settings import Data, TrainSettings
+from allhands.loop.reporter import Reporter
+from allhands.loop.settings import Data
+from allhands.loop.workers import Plan, plan
+from allhands.runner.train_settings import TrainSettings
 from allhands.runner.training import Training
-from allhands.runner.workers import Plan, plan
 from allhands.strategies import Single, Strategy
 from allhands.verify.recorder import Recorder, Step, tensors_of
 from allhands.world import World
@@ -224,7 +225,7 @@ def _train(
             settings.criterion.double()
     training = Training(runner, settings, world, Reporter())
     trace = Trace(recorder.steps)
-    for feed in training.trained:
+    for feed in training.loop.trained:
         _watch_order(feed, trace.orders, variation.reverse)
     if variation.double:
         handle_batch = training.forward.handle_batch

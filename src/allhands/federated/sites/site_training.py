@@ -25,10 +25,10 @@ from allhands.federated.federated_training import (
     number_of_rounds,
     trained_source,
 )
+from allhands.federated.round_loop import RoundLoop
 from allhands.federated.rounds import Evaluate
 from allhands.federated.row_layout import RowLayout
 from allhands.federated.samples import Samples
-from allhands.federated.session import Session
 from allhands.federated.sites.arrays import check_dtype
 from allhands.federated.sites.definition import check
 from allhands.federated.sites.describe import describe
@@ -40,10 +40,10 @@ from allhands.federated.sites.settings import Sites
 from allhands.federated.sites.site_rounds import SiteClients, SiteRounds
 from allhands.federated.sites.update_validator import UpdateValidator
 from allhands.federated.strategy import Federated
-from allhands.runner.reporter import Reporter
-from allhands.runner.settings import TrainSettings
+from allhands.loop.reporter import Reporter
+from allhands.loop.workers import Plan
 from allhands.runner.supervised import SupervisedRunner
-from allhands.runner.workers import Plan
+from allhands.runner.train_settings import TrainSettings
 from allhands.world import World
 
 EVENTS = "events.jsonl"  # in the logdir
@@ -112,10 +112,10 @@ class SiteRunner(SupervisedRunner):
         return Plan(distributed, 0, self.device)
 
 
-class SiteSession(Session):
-    """A session whose first line says what is known before any site is there."""
+class SiteLoop(RoundLoop):
+    """Rounds whose first line says what is known before any site is there."""
 
-    def _announce(self, schedule_note: str) -> None:
+    def announce(self, note: str) -> None:
         rounds = self.rounds
         assert isinstance(rounds, SiteRounds)
         self.reporter.line(
@@ -123,8 +123,8 @@ class SiteSession(Session):
             f"({', '.join(rounds.roll.names)}); {rounds.per_round} a round, {rounds.roll.needed} "
             f"must be there; {rounds.rounds} rounds; seed {self.settings.seed}"
         )
-        if schedule_note:
-            self.reporter.line(schedule_note)
+        if note:
+            self.reporter.line(note)
 
 
 class _Elsewhere(Dataset[Any]):
@@ -166,7 +166,7 @@ def train(
                 across, sites, runner, settings, world, events, trained_source(sources), evaluate
             )
             measured = [name for name, source in sources.items() if not source.trains]
-            history = SiteSession(
+            history = SiteLoop(
                 settings,
                 world,
                 reporter,

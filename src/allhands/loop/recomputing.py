@@ -13,8 +13,8 @@ from allhands.step.blocks import blocks, named
 from allhands.step.recompute import recomputed
 
 if TYPE_CHECKING:
-    from allhands.runner.settings import TrainSettings
-    from allhands.runner.training import Training
+    from allhands.loop.group import OptimizerGroup
+    from allhands.loop.settings import LoopSettings
 
 
 def chosen_layers(model: nn.Module, asked: Any) -> list[str]:
@@ -42,7 +42,7 @@ def chosen_layers(model: nn.Module, asked: Any) -> list[str]:
     return found
 
 
-def check_recomputed(settings: TrainSettings) -> None:
+def check_recomputed(settings: LoopSettings) -> None:
     """Raise `UserError` for an `activation_checkpointing` that cannot be honoured, before any
     worker is started."""
     asked = settings.activation_checkpointing
@@ -53,11 +53,11 @@ def check_recomputed(settings: TrainSettings) -> None:
         raise UserError(f"activation_checkpointing={asked!r}: {refused}")
 
 
-def recomputing(training: Training) -> AbstractContextManager[Any]:
-    """A context in which the chosen layers are computed again; where ranks hold parts of the model,
-    those that are there."""
-    chosen = chosen_layers(training.settings.model, training.settings.activation_checkpointing)
+def recomputing(group: OptimizerGroup) -> AbstractContextManager[Any]:
+    """A context in which the chosen layers of a group's model are computed again; where ranks hold
+    parts of the model, those that are there."""
+    chosen = chosen_layers(group.settings.model, group.settings.activation_checkpointing)
     if not chosen:
         return nullcontext()
-    there = dict(training.model.named_modules())
+    there = dict(group.model.named_modules())
     return recomputed([(name, there[name]) for name in chosen if name in there])

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from allhands import Callback, UserError, slurm
+from tests.loop.test_agreement import Send
 from tests.runner.problems import fit
-from tests.runner.test_agreement import Send
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from allhands.runner.checkpoint.files import INDEX_FILE, MANIFEST_FILE, STATE_FILE
-from allhands.runner.checkpoint.folder import found_in, load, load_own, newest, reader, resolve
-from allhands.runner.checkpoint.saver import Saver
+from allhands.loop.checkpoint.files import INDEX_FILE, MANIFEST_FILE, STATE_FILE
+from allhands.loop.checkpoint.folder import found_in, load, load_own, newest, reader, resolve
+from allhands.loop.checkpoint.saver import Saver
 
 __all__ = [
     "INDEX_FILE",

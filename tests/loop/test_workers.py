@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from allhands import SupervisedRunner
-from allhands.runner import workers
+from allhands.loop import workers
 
 
 class Asked(Exception):

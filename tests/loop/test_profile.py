@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from allhands import SupervisedRunner, UserError
-from allhands.runner.profile import merged, overlap, summary
+from allhands.loop.profile import merged, overlap, summary
 from tests.runner.problems import arguments
 
 

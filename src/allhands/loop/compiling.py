@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +12,11 @@ from allhands.errors import UserError
 from allhands.step.compiled import Compiled
 
 if TYPE_CHECKING:
-    from allhands.runner.settings import TrainSettings
-    from allhands.runner.training import Training
+    from allhands.loop.group import OptimizerGroup
+    from allhands.loop.settings import LoopSettings
 
 
-def check_compiled(settings: TrainSettings, workers: int) -> None:
+def check_compiled(settings: LoopSettings, workers: int) -> None:
     """Raise `UserError` for ``step="compile"`` with a strategy or model that it is not for, before
     any worker is started."""
     if settings.step != "compile":
@@ -32,21 +33,23 @@ def check_compiled(settings: TrainSettings, workers: int) -> None:
         )
 
 
-def compiling(training: Training) -> AbstractContextManager[Any]:
-    """A context in which the training's model is compiled, if that was asked for.
+def compiling(
+    group: OptimizerGroup, losses: Sequence[Any], say: Callable[[str], None]
+) -> AbstractContextManager[Any]:
+    """A context in which the model of a group is compiled, if that was asked for.
+
+    Args:
+        group: bound already.
+        losses: criteria; that of a language model is among its longest operations.
+        say: takes a line to print.
 
     Raises:
         UserError: there is no compiler; on leaving: it has failed.
     """
-    if training.settings.step != "compile":
+    if group.settings.step != "compile":
         return nullcontext()
-    by_layer = training.settings.strategy.compiled(training.world.world_size) == "layers"
-    calls = [training.rules[feed.name].call for feed in training.trained]
-    losses = [
-        call for call in calls if isinstance(call, nn.Module)
-    ]  # that of a language model is among its longest operations
-    compiled = Compiled(training.model, by_layer, training.world.device, losses)
-    training.reporter.line(
-        f"step: {compiled.what} compiled, at the first step of each shape of a batch"
-    )
+    by_layer = group.strategy.compiled(group.world.world_size) == "layers"
+    modules = [call for call in losses if isinstance(call, nn.Module)]
+    compiled = Compiled(group.model, by_layer, group.world.device, modules)
+    say(f"step: {compiled.what} compiled, at the first step of each shape of a batch")
     return compiled

@@ -30,8 +30,8 @@ from typing import Any
 import torch
 
 from allhands.errors import UserError, kind_of, nearest
-from allhands.runner.checkpoint import tree
-from allhands.runner.checkpoint.files import INDEX_FILE, MANIFEST_FILE, STATE_FILE, sha256, sync
+from allhands.loop.checkpoint import tree
+from allhands.loop.checkpoint.files import INDEX_FILE, MANIFEST_FILE, STATE_FILE, sha256, sync
 from allhands.strategies.held import Held, Read
 
 _NAME = re.compile(r"epoch-(\d{4,})(?:-step-(\d{9,}))?")
@@ -119,11 +119,11 @@ def reader(path: Path) -> Iterator[Read]:
             copies.append((held.local, local))
             wanted[key] = held.with_local(local)
 
-    from allhands.runner.checkpoint.storage import dtype_named
+    from allhands.loop.checkpoint.storage import dtype_named
 
     yield read
     if wanted:
-        from allhands.runner.checkpoint.pieces import read_pieces
+        from allhands.loop.checkpoint.pieces import read_pieces
 
         read_pieces(path, wanted)
         for target, source in copies:
@@ -133,7 +133,7 @@ def reader(path: Path) -> Iterator[Read]:
 def _read(path: Path, wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
     from torch.distributed import checkpoint as dcp
 
-    from allhands.runner.checkpoint.storage import Reader, dtype_named
+    from allhands.loop.checkpoint.storage import Reader, dtype_named
 
     index = json.loads((path / INDEX_FILE).read_text())
     tensors = {

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from allhands import Federated, SupervisedRunner, UserError
-from allhands.runner.schedule import Schedule
+from allhands.loop.schedule import Schedule
 from tests.runner.problems import arguments, classifier, fit
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from allhands import SupervisedRunner
-from allhands.runner import peak
+from allhands.loop import peak
 from allhands.world import World
 from tests.runner.problems import fit
 from tests.worlds import in_world

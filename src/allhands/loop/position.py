@@ -25,6 +25,11 @@ class Position:
     rates: list[float] = field(default_factory=list)
     seconds: float = 0.0
 
+    @property
+    def is_resumed(self) -> bool:
+        """Whether the epoch was begun before the process was."""
+        return bool(self.samples or self.done or self.evaluating or self.seconds)
+
     def finish(self, loader: str, metrics: dict[str, float]) -> None:
         """The current loader is through."""
         self.done[loader] = metrics

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from allhands.runner.checkpoint.files import INDEX_FILE, MANIFEST_FILE, STATE_FILE, sha256, sync
+from allhands.loop.checkpoint.files import INDEX_FILE, MANIFEST_FILE, STATE_FILE, sha256, sync
 
 _SUM_SUFFIX = ".sha256"
 

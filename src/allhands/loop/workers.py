@@ -11,16 +11,15 @@ from typing import Any
 
 import torch
 
-import allhands
 from allhands.checks import check_whole
 from allhands.comm import calls, hook_calls
 from allhands.errors import UserError, WorldError
 from allhands.launch import spawn, worker
 from allhands.launch.processes import cores
 from allhands.launch.rendezvous import Rendezvous, gather
-from allhands.runner.reporter import ConsoleReporter, ForwardingReporter, Reporter, replay
+from allhands.loop.reporter import ConsoleReporter, ForwardingReporter, Reporter, replay
 from allhands.strategies import DDP, Single, Strategy, strategy_named
-from allhands.world import Layout, World, current_world, detect, slurm
+from allhands.world import Layout, World, current_world, detect, finalize, init, slurm
 
 # Seconds that workers have for a last checkpoint, once they are asked to leave.
 SAVE_GRACE = 30.0
@@ -76,15 +75,15 @@ class Plan:
             hook_calls.together(f"SupervisedRunner.{job.__name__.strip('_')}()")
             before = current_world()
             if before is not None and before.environment == "alone":
-                allhands.finalize()  # it may be on another device than this job
-            world = allhands.init(device=self.device)
+                finalize()  # it may be on another device than this job
+            world = init(device=self.device)
             try:
                 self.strategy.check(world)
                 return _run_here(job, runner, given, world, verbose)
             finally:
                 if before is None and world.environment == "alone":
                     # the caller has made no world and need not know of this one
-                    allhands.finalize()
+                    finalize()
         console = ConsoleReporter(verbose)
         device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
         try:
@@ -254,13 +253,13 @@ def _run_here(job: Job, runner: Any, given: Any, world: World, verbose: bool) ->
 def _in_worker(
     job: Job, runner: Any, given: Any, strategy: Strategy, device: str, shows_bar: bool
 ) -> Any:
-    world = allhands.init(device=device)
+    world = init(device=device)
     strategy.check(world)
     reporter = ForwardingReporter(shows_bar) if world.rank == 0 else Reporter()
     result = _guarded(job, runner, given, world, reporter, True)
     # Not after an error: taking nccl down can wait for the others, and the error is to be told at
     # once.
-    allhands.finalize()
+    finalize()
     return result if world.local_rank == 0 else None
 
 

@@ -18,13 +18,13 @@ import torch.distributed as dist
 import allhands
 from allhands.comm import broadcast_ints
 from allhands.errors import WorldError
-from allhands.runner.checkpoint import folder as folders
-from allhands.runner.checkpoint import tree
+from allhands.loop.checkpoint import folder as folders
+from allhands.loop.checkpoint import tree
 from allhands.strategies.held import Held, dealt
 from allhands.world import World
 
 if TYPE_CHECKING:
-    from allhands.runner.checkpoint.storage import Writer
+    from allhands.loop.checkpoint.storage import Writer
 
 # A slow disk is no hang: the ranks wait for one another's files longer than for a collective of the
 # training.
@@ -88,7 +88,7 @@ class Saver:
             UserError: `state` holds something that cannot be stored safely.
             OSError: the one before could not be written; checkpoints before that are untouched.
         """
-        from allhands.runner.checkpoint.storage import Writer
+        from allhands.loop.checkpoint.storage import Writer
 
         tensors, rest = tree.split(state)
         self.wait()
@@ -158,7 +158,7 @@ class Saver:
     def _write(self, staged: dict[str, Any], writer: Writer) -> None:
         from torch.distributed import checkpoint as dcp
 
-        from allhands.runner.checkpoint.pieces import SavePieces
+        from allhands.loop.checkpoint.pieces import SavePieces
 
         planner = SavePieces()
         self._check_same(writer.aside.name)
@@ -242,4 +242,4 @@ def _prepare() -> None:
     """Import, in the thread, what takes long to import."""
     # The thread has the process's priority: with a lower one, steps took longer, because they wait
     # for locks that it holds.
-    import allhands.runner.checkpoint.storage  # noqa: F401
+    import allhands.loop.checkpoint.storage  # noqa: F401

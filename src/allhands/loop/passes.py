@@ -10,7 +10,7 @@ from allhands.data import Feed
 from allhands.errors import UserError
 
 
-class Passes:
+class DataPasses:
     """How far each loader that is trained on has been read, over all epochs.
 
     Attributes:

@@ -15,7 +15,7 @@ import torch
 
 import allhands
 from allhands import Callback
-from allhands.runner.agreement import Agreement
+from allhands.loop.agreement import Agreement
 from allhands.world import World
 from tests.runner.problems import fit
 
@@ -127,7 +127,7 @@ def test_a_signal_saves_and_ends_with_its_code(
 
 def test_without_a_logdir_a_signal_ends_the_process_as_always() -> None:
     code = (
-        "import os, signal\nfrom tests.runner.test_agreement import Send\nfrom "
+        "import os, signal\nfrom tests.loop.test_agreement import Send\nfrom "
         "tests.runner.problems import fit\n"
         "fit(callbacks=[Send('step', signal.SIGTERM)])"
     )

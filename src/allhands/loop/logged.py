@@ -15,8 +15,8 @@ from allhands.world import World
 class Logged:
     """Sums and weights by name, of one epoch of one loader."""
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, world: World, call: str = "loop.log") -> None:
+        self.world, self.call = world, call
         self.start()
 
     def start(self) -> None:
@@ -29,7 +29,7 @@ class Logged:
         if isinstance(value, torch.Tensor):
             if value.numel() != 1:
                 raise UserError(
-                    f"training.log({name!r}, …) got shape {list(value.shape)}; it takes one number"
+                    f"{self.call}({name!r}, …) got shape {list(value.shape)}; it takes one number"
                 )
             value = value.detach().reshape(()).double()
         self._sums[name] = self._sums.get(name, 0.0) + value * count
@@ -49,12 +49,12 @@ class Logged:
             if len(has) < len(by_rank):
                 ranks = f"rank{'s' if len(has) > 1 else ''} {', '.join(map(str, has))}"
                 raise UserError(
-                    f"training.log({name!r}, …) was called on {ranks} only, of {len(by_rank)} "
+                    f"{self.call}({name!r}, …) was called on {ranks} only, of {len(by_rank)} "
                     "ranks; call it on every rank, without `if rank == 0`"
                 )
             if name in taken:
                 raise UserError(
-                    f"training.log({name!r}, …): '{name}' is a metric of this loader already; "
+                    f"{self.call}({name!r}, …): '{name}' is a metric of this loader already; "
                     "choose another name"
                 )
         if not names:

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from allhands.runner.checkpoint.storage import Reader
+from allhands.loop.checkpoint.storage import Reader
 from allhands.strategies.held import Held
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from allhands.data import preserved_generators, seed_everything
-from allhands.runner.generators import generator_states, set_generator_states
+from allhands.loop.generators import generator_states, set_generator_states
 
 
 def draws() -> list[float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,9 +14,7 @@ from allhands.checks import check_choice, check_whole, is_number
 from allhands.comm.clipping import check_clip_norm
 from allhands.data import Source, sources_from_datasets, sources_from_loaders
 from allhands.errors import UserError, kind_of
-from allhands.runner.callbacks import Callback
-from allhands.runner.hooks import check_callback
-from allhands.runner.schedule import Schedule
+from allhands.loop.schedule import Schedule
 from allhands.step import PRECISIONS, STEPS
 from allhands.step.closure import takes_closure
 from allhands.strategies import Strategy
@@ -53,38 +50,30 @@ class Data:
             self.sources(seed)
 
 
-@dataclass
-class TrainSettings:
-    """Everything that `SupervisedRunner.train` was called with, except who trains."""
+@dataclass(kw_only=True)
+class LoopSettings:
+    """What every training has, whoever writes its steps; see `allhands.Loop` for each setting."""
 
     model: nn.Module
-    criterion: Any
     optimizer: torch.optim.Optimizer
-    scheduler: Any
+    scheduler: Any = None
     data: Data
-    metrics: dict[str, Any]
-    callbacks: list[Callback]
-    logdir: Path | None
-    num_epochs: int
-    valid_loader: str | None
-    main_metric: str
-    minimize_metric: bool
-    verbose: bool
-    resume: str | None
-    seed: int
-    accumulate: int
-    clip_norm: float | None
-    precision: str
-    check: bool
-    overfit: bool
-    load_best_on_end: bool
-    log_every: int
+    logdir: Path | None = None
+    resume: str | None = None
+    seed: int = 42
+    accumulate: int = 1
+    clip_norm: float | None = None
+    precision: str = "fp32"
     steps_per_epoch: int | None = None
     save_every: int | None = None
     save_minutes: float | None = None
     step: str = "eager"
     profile: int | None = None
     activation_checkpointing: bool | str | Sequence[str] = False
+    #: Take at most so many steps of each loader in an epoch.
+    limit: int | None = None
+    #: Read the first epoch's samples in every epoch.
+    same_epoch: bool = False
     #: Whoever asked for the training ends it early, so that its length says nothing of its
     #: schedule.
     cut_short: bool = False
@@ -93,41 +82,13 @@ class TrainSettings:
     def validate(self) -> None:
         """Raise `UserError` for the first setting that cannot be honoured."""
         check_model(self.model)
-        if not callable(self.criterion):
-            raise UserError(
-                f"criterion is {kind_of(self.criterion)}; pass a loss such as "
-                "torch.nn.CrossEntropyLoss()"
-            )
         self._check_optimizer()
         Schedule(self.scheduler).check_optimizer(self.optimizer)
         self._check_numbers()
-        known = ["loss", *self.metrics]
-        if self.main_metric not in known:
-            raise UserError(
-                f"main_metric={self.main_metric!r} is not measured; measured are: "
-                f"{', '.join(known)}"
-            )
-        for callback in self.callbacks:
-            if isinstance(callback, type) and issubclass(callback, Callback):
-                raise UserError(
-                    f"callbacks holds the class {callback.__name__}; write {callback.__name__}(…)"
-                )
-            if not isinstance(callback, Callback):
-                raise UserError(
-                    f"callbacks holds {kind_of(callback)}; each must be an allhands.Callback"
-                )
-            check_callback(callback)
         if self.resume == "auto" and self.logdir is None:
             raise UserError("resume='auto' looks for a checkpoint in the logdir; pass logdir=…")
         self._check_saving()
         self.data.check(self.seed)
-
-    def is_better(self, value: float, best: float | None) -> bool:
-        """Whether a value of `main_metric` beats the best so far (None: there is none yet); NaN
-        never does."""
-        return not math.isnan(value) and (
-            best is None or (value < best if self.minimize_metric else value > best)
-        )
 
     def _check_saving(self) -> None:
         every, minutes = self.save_every, self.save_minutes
@@ -196,8 +157,7 @@ class TrainSettings:
             )
 
     def _check_numbers(self) -> None:
-        for name in ("num_epochs", "accumulate", "log_every"):
-            check_whole(name, getattr(self, name))
+        check_whole("accumulate", self.accumulate)
         check_whole(
             "steps_per_epoch", self.steps_per_epoch, unit="optimizer steps", otherwise="None"
         )
@@ -233,7 +193,7 @@ def is_meta(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
 
 
-def check_meta(settings: TrainSettings) -> None:
+def check_meta(settings: LoopSettings) -> None:
     """Raise `UserError` for a model on the meta device that cannot be trained, or whose trained
     weights would be lost."""
     if not is_meta(settings.model):
@@ -275,12 +235,3 @@ def check_values(model: nn.Module, method: str) -> None:
             "model.to_empty(device='cpu')"
             ".load_state_dict(allhands.load_checkpoint(logdir)['model'])"
         )
-
-
-def callback_list(callbacks: Any) -> list[Callback]:
-    """Callbacks as a list, from a list, a dict (its values), one callback, or None."""
-    if callbacks is None:
-        return []
-    if isinstance(callbacks, Mapping):
-        return list(callbacks.values())
-    return list(callbacks) if isinstance(callbacks, Sequence) else [callbacks]

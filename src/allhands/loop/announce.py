@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING
 from allhands.world import slurm
 
 if TYPE_CHECKING:
-    from allhands.runner.reporter import Reporter
-    from allhands.runner.training import Training
+    from allhands.loop.loop import Loop
+    from allhands.loop.reporter import Reporter
 
 
-def announce(training: Training, schedule_note: str) -> None:
+def announce(loop: Loop, schedule_note: str) -> None:
     """Say who trains, on how much, in what steps, with which seed; `schedule_note` goes behind the
     schedule, if not empty."""
-    world, feed, settings = training.world, training.trained[0], training.settings
+    world, feed, settings = loop.world, loop.trained[0], loop.settings
     where = f"{world.world_size} worker{'s' if world.world_size > 1 else ''} on {world.device.type}"
     if world.world_size > 1:
         where += f", {world.backend}"
     samples = (
         f"{feed.num_samples:,} samples" if feed.num_samples is not None else "a stream of samples"
     )
-    number = feed.num_steps if training.passes is None else settings.steps_per_epoch
+    number = feed.num_steps if loop.passes is None else settings.steps_per_epoch
     steps = f", {number} steps an epoch" if number is not None else ""
     strategy, layout = settings.strategy.in_words(), settings.strategy.layout(world)
     if feed.global_batch:
@@ -34,18 +34,18 @@ def announce(training: Training, schedule_note: str) -> None:
         batch = f"global batch {feed.global_batch} ({parts})"
     else:
         batch = "batches made by the batch sampler"
-    training.reporter.line(
+    loop.reporter.line(
         f"allhands: {strategy}{f' ({layout})' if layout else ''}, {where}; {batch}; "
         f"{samples}{steps}, {feed.kind}; seed {settings.seed}"
     )
     for note in settings.strategy.notes():
-        training.reporter.line(note)
-    if training.schedule.scheduler is not None:
-        training.reporter.line(training.schedule.describe())
+        loop.reporter.line(note)
+    if loop.schedule.scheduler is not None:
+        loop.reporter.line(loop.schedule.describe())
     if schedule_note:
-        training.reporter.line(schedule_note)
+        loop.reporter.line(schedule_note)
     if settings.logdir is None and slurm.wants_requeue(os.environ):
-        training.reporter.line(
+        loop.reporter.line(
             f"note: {slurm.REQUEUE_VARIABLE}=1 has no effect here: without a logdir nothing is "
             "saved"
         )

@@ -4,7 +4,6 @@ callbacks, logs."""
 from __future__ import annotations
 
 import math
-import signal
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,31 +14,34 @@ from allhands.errors import UserError
 from allhands.federated.checkpoint import RoundCheckpoints
 from allhands.federated.report import report
 from allhands.federated.rounds import History, Rounds
-from allhands.runner import checkpoint
-from allhands.runner.agreement import SIGNALS, Agreement, requeue_if_asked
-from allhands.runner.announce import report_epoch
+from allhands.loop import checkpoint
+from allhands.loop.announce import report_epoch
+from allhands.loop.lifecycle import Lifecycle
+from allhands.loop.loggers import Loggers
+from allhands.loop.reporter import Pace, Reporter
+from allhands.loop.schedule import Schedule, learning_rates
 from allhands.runner.callbacks import run_hooks
 from allhands.runner.handed_back import gather
-from allhands.runner.loggers import Loggers
-from allhands.runner.reporter import Pace, Reporter
-from allhands.runner.schedule import Schedule, learning_rates
-from allhands.runner.settings import TrainSettings
+from allhands.runner.train_settings import TrainSettings
 from allhands.world import World
 
 Values = dict[str, dict[str, float]]
 
 
-class Session:
+class RoundLoop(Lifecycle):
     """One federated training on one rank; what callbacks know as `training`, with rounds for epochs
     and for steps.
 
     Attributes:
         rounds: the stages.
         model: holds the global model after every round.
-        history: that of the rounds, and the clients' learning rate, ``"lr"``.
         valid_loader: whose `main_metric` decides what is best; "train" where nothing is evaluated.
         best, best_round: the best value so far, and after how many rounds.
     """
+
+    unit = "round"
+    settings: TrainSettings
+    checkpoints: RoundCheckpoints
 
     def __init__(
         self,
@@ -49,48 +51,27 @@ class Session:
         rounds: Rounds,
         evaluated: list[str],
     ) -> None:
-        self.settings, self.world, self.reporter, self.rounds = settings, world, reporter, rounds
-        self.model, self.optimizer, self.criterion = (
-            settings.model,
-            settings.optimizer,
-            settings.criterion,
-        )
+        self.rounds = rounds
+        self.model, self.optimizer = settings.model, settings.optimizer
         self.num_epochs = rounds.rounds
-        self.valid_loader = self._choose_valid_loader(evaluated)
         self.schedule = Schedule(settings.scheduler)
         self.best: float | None = None
         self.best_round = 0
         self._best_state: dict[str, torch.Tensor] | None = None
-        self._stop_reason: str | None = None
-        self._signal = 0
         self._pace = Pace()
-        self.checkpoints = RoundCheckpoints(self)
-        minutes = settings.save_minutes
-        self.agreement = Agreement(
-            world,
-            minutes * 60 if minutes is not None else None,
-            SIGNALS if settings.logdir is not None else (),
-        )
-
-    @property
-    def epoch(self) -> int:
-        """Finished rounds."""
-        return self.rounds.server.round
+        super().__init__(settings, world, reporter, RoundCheckpoints)
+        self.valid_loader = self._choose_valid_loader(evaluated)
 
     @property
     def step(self) -> int:
         """Finished rounds: steps of the server."""
-        return self.rounds.server.round
+        return self.epoch
 
     @property
     def history(self) -> History:
-        """What `SupervisedRunner.train` returns."""
+        """What `SupervisedRunner.train` returns: that of the rounds, and the clients' learning
+        rate, ``"lr"``."""
         return self.rounds.history
-
-    def stop(self, reason: str, now: bool = False) -> None:
-        """End the training after the current round, with `now` too, as hooks run between rounds; to
-        be called on every rank, or on none. `reason` is printed."""
-        self._stop_reason = reason
 
     def log(self, name: str, value: float | torch.Tensor, count: float = 1) -> None:
         """Refused: what it averages are steps, which clients take."""
@@ -131,34 +112,28 @@ class Session:
                 round. The code is 128 plus the signal's number.
         """
         settings = self.settings
-        with self.agreement:
-            self.checkpoints.restore()
-            rounds = self.num_epochs
-            note = self.schedule.check_length(rounds, rounds, self.epoch, self.epoch, epoch="round")
-            self._set_options()
-            self.checkpoints.open()
+        with self:
             loggers = Loggers(
                 settings.logdir if self.world.rank == 0 else None,
                 len(self.history["round"]),
                 self.epoch or None,
             )
-            self._announce(note)
-            self.agreement.begin(self.epoch)
             try:
                 self._train(loggers)
-            except BaseException:
-                self.checkpoints.close(failed=True)
-                raise
             finally:
                 loggers.close()
-                self.reporter.close()
-            if self._signal:
-                self._leave_for_signal()
-            if settings.load_best_on_end:
+            self.finish()
+            if settings.load_best_on_end and not self.signal:
                 self._load_best()
-            self.checkpoints.close()
         self._write_report()
         return self.history
+
+    def check_schedule(self) -> str:
+        rounds = self.num_epochs
+        return self.schedule.check_length(rounds, rounds, self.epoch, self.epoch, epoch="round")
+
+    def begin(self) -> None:
+        self._set_options()
 
     def _write_report(self) -> None:
         """``report.html`` into the logdir, where matplotlib can draw it."""
@@ -198,19 +173,20 @@ class Session:
 
     def _train(self, loggers: Loggers) -> None:
         run_hooks(self.settings.callbacks, "on_train_start", self)
-        while self.epoch < self.num_epochs and self._stop_reason is None and not self._signal:
+        while self.epoch < self.num_epochs and not self.ended:
             self._round(loggers)
-        if self._signal:
+        if self.signal:
             return
         run_hooks(self.settings.callbacks, "on_train_end", self)
-        if self._stop_reason is not None:
-            self.reporter.line(f"stopped after round {self.epoch}: {self._stop_reason}")
+        if self.stop_reason is not None:
+            self.reporter.line(f"stopped {self.where}: {self.stop_reason}")
 
     def _round(self, loggers: Loggers) -> None:
         run_hooks(self.settings.callbacks, "on_epoch_start", self)
         rates = learning_rates(self.optimizer)
         measured = self.rounds.due(self.epoch)
         values = {"train": {"loss": math.nan}, **self.rounds.one_round()}
+        self.epoch = self.global_step = self.rounds.server.round
         self.write_model()
         history = self.history
         values["train"]["loss"] = history["train"]["loss"][-1]
@@ -240,25 +216,14 @@ class Session:
             return
         every = settings.save_every
         due = improved or (measured if every is None else number % every == 0)
-        due = due or number == self.num_epochs or self._stop_reason is not None
+        due = due or number == self.num_epochs or self.stop_reason is not None
         if number >= self.agreement.next:
             decision = self.agreement.ask(number)
-            self._signal = decision.signal
+            self.signal = decision.signal
             due = due or decision.save or bool(decision.signal)
         if due:
-            self.checkpoints.save_round(improved, values)
+            self.checkpoints.save(None, improved, values)
             self.agreement.saved()
-
-    def _leave_for_signal(self) -> None:
-        self.checkpoints.close()
-        name = signal.Signals(self._signal).name
-        self.reporter.line(
-            f"stopped by {name} after round {self.epoch}: saved in {self.settings.logdir}; go on "
-            "with resume='auto'"
-        )
-        requeue_if_asked(self.world, self.reporter.line)
-        self.reporter.close()
-        raise SystemExit(128 + self._signal)
 
     # ------------------------------------------------------------------ what is best
 
@@ -310,7 +275,7 @@ class Session:
         ):
             options.update({key: group[key] for key in options if key in group})
 
-    def _announce(self, schedule_note: str) -> None:
+    def announce(self, note: str) -> None:
         rounds, world = self.rounds, self.world
         where = (
             f"{world.world_size} worker{'s' if world.world_size > 1 else ''} on {world.device.type}"
@@ -322,8 +287,8 @@ class Session:
         )
         if self.schedule.scheduler is not None:
             self.reporter.line(f"{type(self.schedule.scheduler).__name__} steps once a round")
-        if schedule_note:
-            self.reporter.line(schedule_note)
+        if note:
+            self.reporter.line(note)
 
     def _report(self, values: Values, rates: list[float], improved: bool) -> None:
         place, seconds = f"{self.epoch}/{self.num_epochs}", self.history["seconds"][-1]

@@ -1,0 +1,139 @@
+"""An optimizer, the model that it trains, and the strategy that is bound to the two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from allhands.loop.capturing import captured_steps, captures_steps
+from allhands.loop.schedule import Schedule
+from allhands.loop.settings import LoopSettings
+from allhands.loop.task import Objective, Task
+from allhands.step import OptimizerStep, Precision
+from allhands.step.closure import ClosureStep, takes_closure
+from allhands.step.update import set_mode
+from allhands.strategies.alike import check_buffers_equal
+from allhands.world import World
+
+
+class OptimizerGroup:
+    """What is exchanged and updated together: one optimizer and its model.
+
+    Attributes:
+        settings: those of the loop, with this group's model, optimizer, scheduler and strategy.
+        model: the module that is evaluated and asked for its parameters.
+        called: the module to call in a forward pass of a step.
+        optimizer: the user's.
+        strategy: bound to the two.
+        schedule: of the optimizer.
+        precision: with a loss scale of its own.
+        captured: takes the steps from CUDA graphs; None where each is asked for anew.
+    """
+
+    def __init__(
+        self,
+        settings: LoopSettings,
+        world: World,
+        task: Task,
+        try_on: Callable[[nn.Module, int], Any],
+        say: Callable[[str], None],
+    ) -> None:
+        self.settings, self.world = settings, world
+        self.optimizer, self.strategy = settings.optimizer, settings.strategy
+        self.model = model = settings.model
+        self.precision = Precision(settings.precision, world.device)
+        strategy = self.strategy
+        if not strategy.takes_meta:
+            model.to(world.device)
+            if self.optimizer.state:  # a state from earlier training follows its parameters
+                self.optimizer.load_state_dict(self.optimizer.state_dict())
+        strategy.scaler = scaler = self.precision.scaler
+        if scaler is not None and strategy.parted and world.world_size > 1:
+            scaler.together = world
+        strategy.captures = captures_steps(settings, world, task, scaler is not None, say)
+        strategy.seed = settings.seed
+        strategy.try_on = try_on
+        self.called = strategy.prepare(model, world)
+        strategy.try_on = None
+        self.model = strategy.own_module(model)
+        strategy.bind(self.optimizer)
+        self.schedule = Schedule(settings.scheduler)
+        self.captured = captured_steps(self, task, say)
+        self._looked = False  # at what the first step has done to buffers
+
+    def begin(self, step: int) -> None:
+        """The training begins or goes on after optimizer step `step`."""
+        self.strategy.begin(self.optimizer, step)
+        if self.captured is not None:
+            self.captured.begin()
+
+    def set_mode(self, training: bool) -> None:
+        """Switch an optimizer whose weights in training are not those of evaluation."""
+        if set_mode(self.optimizer, training) and self.world.world_size > 1:
+            self.strategy.updated()
+
+    def train(self) -> None:
+        """Steps follow: the model and the optimizer are in training mode."""
+        self.strategy.go_on()
+        self.set_mode(training=True)
+        self.model.train()
+        self.called.train()
+        if self.captured is not None:
+            self.captured.look()
+
+    def step_for(self, objective: Objective) -> OptimizerStep:
+        """What takes the steps of an objective until the epoch ends."""
+        take = (ClosureStep if takes_closure(self.optimizer) else OptimizerStep)(
+            self.model.parameters(),
+            self.optimizer,
+            objective.rule,
+            self.strategy,
+            self.world,
+            self.precision,
+            objective.forward,
+            objective.observe,
+            objective.target_of,
+            self.settings.clip_norm,
+        )
+        if not self._looked and self.world.world_size > 1:
+            self._looked, take.before_first_update = True, self._look
+        return take
+
+    def _look(self, took_part: bool, loss: float | None) -> None:
+        """Before the first update, on all ranks: what would make the result another one without a
+        word."""
+        check_buffers_equal(self.model, self.world, took_part)
+        self.strategy.check_first_loss(loss)
+
+    def make_equal(self, where: str) -> None:
+        """After the steps of an epoch: buffers are made equal on all ranks, and weights
+        compared."""
+        self.set_mode(training=False)
+        self.strategy.sync_buffers()
+        self.strategy.check_equal(where)
+
+    @contextmanager
+    def alone(self, others: list[OptimizerGroup]) -> Iterator[None]:
+        """Within, no parameter of the other groups needs a gradient."""
+        own = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        frozen: list[torch.Tensor] = []
+        for other in others:
+            for group in other.optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.requires_grad and id(parameter) not in own:
+                        parameter.requires_grad_(False)
+                        frozen.append(parameter)
+        try:
+            yield
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(True)
+
+    def close(self) -> None:
+        """The last step is taken, or none follows because of an error."""
+        if self.captured is not None:
+            self.captured.finish()

@@ -1,0 +1,51 @@
+"""What the steps of a loop compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from allhands.step import LossRule
+
+
+@dataclass
+class Task:
+    """What is known of a loop's steps before the first of them.
+
+    Attributes:
+        call: ``(module, batch)`` calls the module on a batch, for strategies that try the model
+            before the first step; None where only a step function of the user's can.
+        criterion: the loss; looked at where steps are captured.
+        rows_of: the rows in a batch that a collate function of the user's has made; None: as many
+            as it was given.
+        own_calls: the user's own code calls the model in a step.
+        keeps_outputs: outputs and targets of a step are used after it.
+        shows_gradients: gradients are looked at after a step.
+    """
+
+    call: Callable[[nn.Module, Any], Any] | None
+    criterion: Any
+    rows_of: Callable[[Any], int | None]
+    own_calls: bool = False
+    keeps_outputs: bool = False
+    shows_gradients: bool = False
+
+
+@dataclass
+class Objective:
+    """What one kind of step computes.
+
+    Attributes:
+        forward: takes a micro-batch to ``(output, target)``; has the ``module`` that it calls.
+        rule: the criterion, and how its value counts.
+        target_of: the target in a micro-batch.
+        observe: is told the result of each micro-batch, see `allhands.step.optimizer_step`.
+    """
+
+    forward: Any
+    rule: LossRule
+    target_of: Callable[[Any], Any]
+    observe: Callable[..., None]

@@ -1,0 +1,80 @@
+"""What was asked of `SupervisedRunner.train`, checked before any worker is started."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from allhands.checks import check_whole
+from allhands.errors import UserError, kind_of
+from allhands.loop.settings import LoopSettings, check_model
+from allhands.runner.callbacks import Callback
+from allhands.runner.hooks import check_callback
+
+
+@dataclass(kw_only=True)
+class TrainSettings(LoopSettings):
+    """Everything that `SupervisedRunner.train` was called with, except who trains."""
+
+    criterion: Any
+    metrics: dict[str, Any]
+    callbacks: list[Callback]
+    num_epochs: int
+    valid_loader: str | None = None
+    main_metric: str = "loss"
+    minimize_metric: bool = True
+    verbose: bool = False
+    check: bool = False
+    overfit: bool = False
+    load_best_on_end: bool = False
+    log_every: int = 50
+
+    def __post_init__(self) -> None:
+        self.limit = 1 if self.overfit else 3 if self.check else None
+        self.same_epoch = self.overfit
+
+    def validate(self) -> None:
+        """Raise `UserError` for the first setting that cannot be honoured."""
+        check_model(self.model)
+        if not callable(self.criterion):
+            raise UserError(
+                f"criterion is {kind_of(self.criterion)}; pass a loss such as "
+                "torch.nn.CrossEntropyLoss()"
+            )
+        for name in ("num_epochs", "log_every"):
+            check_whole(name, getattr(self, name))
+        super().validate()
+        known = ["loss", *self.metrics]
+        if self.main_metric not in known:
+            raise UserError(
+                f"main_metric={self.main_metric!r} is not measured; measured are: "
+                f"{', '.join(known)}"
+            )
+        for callback in self.callbacks:
+            if isinstance(callback, type) and issubclass(callback, Callback):
+                raise UserError(
+                    f"callbacks holds the class {callback.__name__}; write {callback.__name__}(…)"
+                )
+            if not isinstance(callback, Callback):
+                raise UserError(
+                    f"callbacks holds {kind_of(callback)}; each must be an allhands.Callback"
+                )
+            check_callback(callback)
+
+    def is_better(self, value: float, best: float | None) -> bool:
+        """Whether a value of `main_metric` beats the best so far (None: there is none yet); NaN
+        never does."""
+        return not math.isnan(value) and (
+            best is None or (value < best if self.minimize_metric else value > best)
+        )
+
+
+def callback_list(callbacks: Any) -> list[Callback]:
+    """Callbacks as a list, from a list, a dict (its values), one callback, or None."""
+    if callbacks is None:
+        return []
+    if isinstance(callbacks, Mapping):
+        return list(callbacks.values())
+    return list(callbacks) if isinstance(callbacks, Sequence) else [callbacks]
