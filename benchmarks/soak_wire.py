@@ -293,13 +293,13 @@ class Attacker:
 
     def damaged_message(self) -> None:
         ops = (
-            "declare create tables ready region block optimizer compression step commit barrier "
+            "declare create ready region block optimizer compression step commit barrier "
             "join state back bye none"
         )
         fields = [
             "keys",
             "chunks",
-            "tables",
+            "forms",
             "name",
             "groups",
             "push",

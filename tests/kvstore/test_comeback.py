@@ -67,6 +67,7 @@ def _train(
     kind: str = "dist",
     clip: float | None = 0.5,
     before: Any = None,
+    settings: bool = False,
 ) -> tuple[dict[str, torch.Tensor], list[int]]:
     """Two workers, two servers; server 1 dies after so many steps. The weights, and the numbers of
     worker 0's steps."""
@@ -88,6 +89,8 @@ def _train(
             )
             made.stores.append(store)
             store.set_optimizer("adam", {"lr": 0.01})
+            if settings:  # values come back in fewer bits
+                store.set_gradient_compression({"name": "none", "pull": "fp16"})
             store.declare(first, complete=True)
             outs = {name: torch.empty_like(value) for name, value in first.items()}
             taken, step, killed = [], 0, False
@@ -99,8 +102,10 @@ def _train(
                     if before is not None:
                         before(made)
                     _restart(made, 1)
+                # Most steps leave the learning rate as it was.
+                groups = [{"lr": 0.1 / (1 + step)}] if settings and step % 4 == 1 else None
                 step = store.update(
-                    grads[step][rank], outs, Share(3 + rank, 1.0), clip_norm=clip
+                    grads[step][rank], outs, Share(3 + rank, 1.0), groups, clip_norm=clip
                 ).number
                 taken.append(step)
             store.close()
@@ -127,6 +132,14 @@ def test_a_server_comes_back_and_at_most_so_many_steps_are_taken_again(
         )
         for name, value in whole.items():
             assert torch.equal(value, again[name]), name
+
+
+def test_a_snapshot_has_what_was_set_and_what_compression_has_left_over(tmp_path: Path) -> None:
+    whole, _ = _train(tmp_path / "whole", None, settings=True)
+    again, taken = _train(tmp_path / "killed", 8, settings=True)
+    assert taken[taken.index(8) + 1] in (3, 6)
+    for name, value in whole.items():
+        assert torch.equal(value, again[name]), name
 
 
 def test_snapshots_are_of_this_job_only_and_go_with_it(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_a_worker_that_was_started_again_joins_from_a_round_on(
                 if step == LOST_AT and rank == rank_lost and store in made.stores[:3]:
                     crash(store)
                     while (
-                        min(chunk.version for chunk in made.servers[0].shards[0].chunks.values())
+                        min(chunk.version for chunk in made.servers[0].shards[0].chunks())
                         < wait_at - 1
                     ):
                         time.sleep(0.01)

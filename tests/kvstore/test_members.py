@@ -183,9 +183,7 @@ def test_the_error_after_a_loss_names_the_step_and_the_keys_that_were_waited_for
             for step in range(LOST_AT):
                 update(store, outs, step)
             if rank == 1:
-                chunks = [
-                    chunk for server in made.servers for chunk in server.shards[0].chunks.values()
-                ]
+                chunks = [chunk for server in made.servers for chunk in server.shards[0].chunks()]
                 while not all(
                     len(chunk.added) + len(chunk.arrived) == 2 and chunk.version == LOST_AT
                     for chunk in chunks

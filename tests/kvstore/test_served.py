@@ -76,7 +76,7 @@ def test_bits_depend_on_nothing_but_the_workers(monkeypatch: pytest.MonkeyPatch)
                 delayed(patch, seed)
             watched = made.store(0, number=2)
             watched.declare({"w": torch.zeros(84)})
-            assert sum(len(server.shards[2].chunks) for server in made.servers) == -(
+            assert sum(len(server.shards[2].chunks()) for server in made.servers) == -(
                 -4 * 84 // min(chunk_bytes, 4 * 84)
             )
             cuts = trained(made, "adam", number=0, transport=transport)
@@ -437,7 +437,7 @@ def test_16_bit_weights_with_a_float32_copy_on_the_server() -> None:
     )
     with job(2) as made:
         made.run(work)
-        (chunk,) = [one for one in made.servers[0].shards[0].chunks.values() if one.key == "bias"]
+        (chunk,) = [one for one in made.servers[0].shards[0].chunks() if one.key == "bias"]
         assert chunk.optimizer is not None
         master = chunk.optimizer.state()[0]["master"]
         assert master.dtype == torch.float32

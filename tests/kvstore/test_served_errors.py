@@ -12,8 +12,9 @@ from torch import nn
 
 from allhands.errors import AllhandsError
 from allhands.kvstore import Share, Trainer
-from allhands.kvstore.chunks import Chunk, Meta
+from allhands.kvstore.chunks import Chunk
 from allhands.kvstore.parameter_server import ParameterServer
+from allhands.kvstore.parts import Meta
 from allhands.kvstore.shard import Shard
 from tests.kvstore.serving import error_of, job
 
@@ -134,7 +135,7 @@ def test_a_push_that_comes_again_counts_once() -> None:
     rules = {"wait": "sync", "staleness": 0, "damping": False, "on_worker_loss": "stop"}
     part = Shard(0, 1, 2, rules)
     chunk = Chunk(0, "w", 0, 2, 0, torch.zeros(2))
-    part.chunks[0] = chunk
+    part.parts[0] = chunk
     zero, one = Told(0), Told(1)
     released: list[str] = []
 

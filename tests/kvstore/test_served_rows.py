@@ -110,9 +110,7 @@ def test_large_ids_duplicates_and_nothing_at_all() -> None:
 
     with job(2, servers=2) as made:
         worlds = made.run(work)
-        held = sum(
-            len(part.rows) for server in made.servers for part in server.shards[0].tables.values()
-        )
+        held = sum(len(part.rows) for server in made.servers for part in server.shards[0].tables())
     assert held == len(ids)  # of 2**40 rows, those that were pushed
     for found in worlds:
         assert torch.equal(found["first"], first_rows(table, torch.tensor(ids)))
@@ -321,7 +319,7 @@ def test_a_worker_that_came_again_is_told_the_rounds_of_rows() -> None:
                 store = begun(1, "two")
                 back.set()
                 store.row_sparse_pull("often", row_ids=asked[:1])  # of one server only
-                step = store._table_versions["often"]
+                step = store._version_of("often")
             if rank == 0 and step == lost_at + 3:
                 gone.set()
                 assert back.wait(20.0)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import torch
 
@@ -15,73 +13,17 @@ from allhands.errors import UserError
 from allhands.kvstore.bucket import weight_factor
 from allhands.kvstore.chunk_compression import ChunkCompressor
 from allhands.kvstore.optimizers import ChunkOptimizer, OptimizerSpec
+from allhands.kvstore.parts import Meta, Part, StepWorker, lead_of
+
+_WEIGHTS, _SENT, _RESIDUAL = "weights", "sent", "residual"
+ANEW = "anew"  # the chunk's optimizer is to have its first state
 
 
-class ChunkWorker(Protocol):
-    """A worker's session, as far as chunks need it."""
-
-    rank: int
-    occasion: str
-
-    def tell(self, fields: dict[str, Any]) -> None:
-        """A control message."""
-
-    def give(self, chunk: Chunk) -> None:
-        """Send the chunk's value; called with the chunk's lock held."""
-
-    def finished(self, meta: Meta, workers: int, staleness: int) -> None:
-        """A chunk of this step is done."""
-
-
-@dataclass
-class Meta:
-    """One worker's part in a step, as it announced it.
-
-    Attributes:
-        step: the worker's number of the step.
-        chunks: how many chunks of this server it pushes.
-        idle: it has no samples, and leaves the options to the others.
-        left: how many of them are not done.
-        staleness: the largest of them.
-    """
-
-    worker: ChunkWorker
-    step: int
-    weight: float
-    expected: float | None
-    groups: list[dict[str, Any]] | None
-    clip: float | None
-    chunks: int
-    idle: bool = False
-    left: int = 0
-    staleness: int = 0
-    workers: int = 0
-
-    def options(self, group: int) -> dict[str, Any] | None:
-        """The optimizer's numbers of a group in this step."""
-        return self.groups[group] if self.groups else None
-
-
-def lead_of(metas: Sequence[Meta]) -> Meta:
-    """Whose options count in a round: all workers that are not idle have the same."""
-    return next((meta for meta in metas if not meta.idle), metas[0])
-
-
-def within(clocks: Mapping[int, int], live: Collection[int], staleness: int) -> set[int]:
-    """The ranks of `live` that are at most `staleness` ahead of the slowest of them."""
-    slowest = min((clocks.get(rank, 0) for rank in live), default=0)
-    return {rank for rank in live if clocks.get(rank, 0) - slowest <= staleness}
-
-
-@dataclass
-class Chunk:
+class Chunk(Part):
     """Numbers `start` to `stop` of a key.
 
     Attributes:
         weights: the value, 1-D.
-        version: rounds that were applied (in async: pushes).
-        trained: it is of the keys that every step is over.
-        ready: whether rank 0 has given the first value.
         arrived: pushes of the open round that are not added yet, because a lower rank's is to come
             first.
         added: who is in the sum.
@@ -89,56 +31,102 @@ class Chunk:
         room: where the sum is made instead, while `total` is a worker's own memory, which must stay
             as it is.
         waiting: who wants the value, and from which version on.
-        last: the last round that each worker pushed, to know a repetition.
         seen: the version that each worker got last, and its own pushes since.
-        clocks: how often each worker has pushed, where nobody waits for all.
-        outside: how often the value was set by no round.
-        square: of the round that is open or was closed last, where it is clipped: the sum of
-            squares.
-        workers: how many were in the round that was closed last.
+        down: where values are compressed on their way down; then `sent` is what the workers have.
+        clipped: the round is combined, and waits for the norm of all parts.
     """
 
-    number: int
-    key: str
-    start: int
-    stop: int
-    group: int
-    weights: torch.Tensor
-    version: int = 0
-    ready: bool = False
-    trained: bool = False
-    block: int = -1
-    offset: int = 0
-    lock: Any = field(default_factory=threading.RLock)
-    optimizer: ChunkOptimizer | None = None
-    arrived: dict[int, tuple[torch.Tensor, Meta, Callable[[], None], torch.Tensor | None]] = field(
-        default_factory=dict
-    )
-    added: list[Meta] = field(default_factory=list)
-    total: torch.Tensor | None = None
-    room: torch.Tensor | None = None
-    held: list[Callable[[], None]] = field(default_factory=list)
-    waiting: list[tuple[ChunkWorker, int]] = field(default_factory=list)
-    last: dict[int, int] = field(default_factory=dict)
-    seen: dict[int, int] = field(default_factory=dict)
-    clocks: dict[int, int] = field(default_factory=dict)
-    outside: int = 0
-    square: float | None = None
-    workers: int = 0
-    down: ChunkCompressor | None = None
-    # What the workers have, where values are compressed on their way down.
-    sent: torch.Tensor | None = None
-    encoded: torch.Tensor | None = None
-    clipped: bool = False  # combined, and waiting for the norm of all chunks
+    def __init__(
+        self,
+        number: int,
+        key: str,
+        start: int,
+        stop: int,
+        group: int,
+        weights: torch.Tensor,
+        block: int = -1,
+        offset: int = 0,
+    ) -> None:
+        super().__init__(number, key, group)
+        self.start, self.stop, self.weights = start, stop, weights
+        self.block, self.offset = block, offset
+        self.ready = False
+        self.optimizer: ChunkOptimizer | None = None
+        self.arrived: dict[
+            int, tuple[torch.Tensor, Meta, Callable[[], None], torch.Tensor | None]
+        ] = {}
+        self.added: list[Meta] = []
+        self.total: torch.Tensor | None = None
+        self.room: torch.Tensor | None = None
+        self.held: list[Callable[[], None]] = []
+        self.waiting: list[tuple[StepWorker, int]] = []
+        self.seen: dict[int, int] = {}
+        self.down: ChunkCompressor | None = None
+        self.sent: torch.Tensor | None = None
+        self.encoded: torch.Tensor | None = None
+        self.clipped = False
+
+    # ------------------------------------------------------------------ its state
+
+    def form(self) -> list[Any]:
+        dtype = str(self.weights.dtype).removeprefix("torch.")
+        return [self.number, self.key, self.group, dtype, self.start, self.stop, self.trained]
 
     def set_optimizer(self, spec: OptimizerSpec | None) -> None:
-        """Take steps with this optimizer from now on, from its first state."""
         self.optimizer = None if spec is None else ChunkOptimizer(spec, self.group, self.weights)
+
+    def options(self) -> dict[str, Any] | None:
+        return None if self.optimizer is None else self.optimizer.options()
+
+    def set_options(self, options: dict[str, Any]) -> None:
+        if self.optimizer is not None:
+            self.optimizer.set_options(options)
+
+    def state(self, whole: bool) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        if self.optimizer is not None:
+            tensors, numbers = self.optimizer.state()
+            found |= {name: value.detach().clone() for name, value in tensors.items()}
+            found |= {
+                name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()
+            }
+        if whole:
+            found[_WEIGHTS] = self.weights.clone()
+            if self.down is not None:
+                assert self.sent is not None
+                found |= {_SENT: self.sent.clone(), _RESIDUAL: self.down.state().clone()}
+        return found
+
+    def load(self, states: dict[str, torch.Tensor]) -> None:
+        weights, sent, residual = (states.pop(name, None) for name in (_WEIGHTS, _SENT, _RESIDUAL))
+        if states.pop(ANEW, None) is not None:
+            states.clear()
+        if weights is not None:
+            self.weights.copy_(weights)
+        if states and self.optimizer is None:
+            raise UserError(
+                "there is no optimizer whose state this could be; call set_optimizer first"
+            )
+        if self.optimizer is not None:
+            self.optimizer.load_state(
+                {name: value for name, value in states.items() if value.dim()},
+                {name: float(value) for name, value in states.items() if not value.dim()},
+            )
+        self.changed_outside()
+        if self.down is not None and sent is not None and residual is not None:
+            self.sent = sent.clone()
+            self.down.load(residual)
+
+    def load_whole(self, fields: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        super().load_whole(fields, tensors)
+        self.seen.clear()
 
     def compress_down(self, codec: Codec) -> None:
         """Send changes of the value in fewer bits from now on."""
         self.down = ChunkCompressor(codec, len(self.weights))
         self.sent = self.weights.clone()
+
+    # ------------------------------------------------------------------ the open round
 
     def take(
         self,
@@ -231,7 +219,7 @@ class Chunk:
         if scale != 1.0:
             self.total = torch.mul(self.total, scale, out=self._writable())
         metas, options = self.added, self.lead().options(self.group)
-        ticket = None if mirror is None else mirror.begin(self, options, len(metas))
+        ticket = None if mirror is None else mirror.begin(self, options, len(metas), self.total)
         try:
             self.apply(options)
         finally:
@@ -246,21 +234,14 @@ class Chunk:
         self.serve()
         return metas
 
-    def repeat(
-        self,
-        total: torch.Tensor,
-        options: dict[str, Any] | None,
-        workers: int,
-        square: float | None,
-    ) -> None:
-        """Apply a round that was closed elsewhere."""
-        self.total = total
+    def repeat(self, payload: torch.Tensor, said: Mapping[str, Any]) -> None:
+        self.total = payload.view(self.weights.dtype)
         try:
-            self.apply(options)
+            self.apply(said["options"])
         finally:
             self.clear()
         self.version += 1
-        self.workers, self.square = workers, square
+        self.workers, self.square = said["workers"], said["square"]
         self._encode()
 
     def apply(self, options: dict[str, Any] | None) -> None:
@@ -274,8 +255,10 @@ class Chunk:
         elif self.total is not self.weights:
             self.weights.copy_(self.total)
 
+    def newest(self, synchronous: bool) -> int:
+        return self.version
+
     def has_begun(self, number: int) -> bool:
-        """Whether it is too late to be counted from this round on. The lock is held."""
         return self.version + 1 > number or (self.version + 1 == number and bool(self.added))
 
     def clear(self) -> None:
@@ -285,7 +268,6 @@ class Chunk:
         self.total, self.room, self.added, self.held, self.clipped = None, None, [], [], False
 
     def drop(self) -> None:
-        """Forget the open round and what has arrived for it."""
         self.clear()
         for _, _, release, _ in self.arrived.values():
             release()
@@ -310,9 +292,8 @@ class Chunk:
                 self.sent = moved
 
     def changed_outside(self) -> None:
-        """The value was set, and not by a round: workers that get compressed changes get it whole
-        next time."""
-        self.outside += 1
+        """Workers that get compressed changes get the value whole next time."""
+        super().changed_outside()
         if self.down is not None:
             self.sent, self.encoded = self.weights.clone(), None
             self.down.load(torch.zeros(len(self.weights)))

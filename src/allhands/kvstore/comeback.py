@@ -46,11 +46,7 @@ def _once(store: Connected) -> int | None:
     for link in store.links:
         link.forget()
     # With few small keys, a server may hold none of them, and has nothing to go back to.
-    holding = {
-        piece.server
-        for pieces in (*store._pieces.values(), *store._tables.values())
-        for piece in pieces
-    }
+    holding = {piece.server for pieces in store._pieces.values() for piece in pieces}
     # The same on all workers: the servers' lives.
     occasion = ":".join(str(link.where["life"]) for link in store.links)
     step: int | None = None
@@ -73,19 +69,14 @@ def _once(store: Connected) -> int | None:
             told: dict[str, Any] = link.answer(pending, "going back to a snapshot")
         except UserError as error:
             raise WorldError(str(error)) from error
-        if step is None:
-            continue
-        link.versions = {int(one): version for one, version in told["versions"].items()}
-        for name, pieces in store._tables.items():
-            version = told["tables"].get(str(pieces[link.number].number))
-            if version is not None:
-                store._table_versions[name] = version
+        if step is not None:
+            link.versions = {int(one): version for one, version in told["versions"].items()}
     for link in store.links:
         if not link.shares:  # it is new
             here = [
                 (name, one)
-                for name, own in store._pieces.items()
-                for one in own
+                for name in store.shapes
+                for one in store._pieces[name]
                 if one.server == link.number
             ]
             store._share([link], here)
@@ -115,16 +106,12 @@ def _common_step(store: Connected, broken: list[int], holding: set[int]) -> int:
 
 def _seen(store: Connected, link: ServerLink) -> dict[str, int]:
     """The newest versions that this worker knows that a server had, by chunk and table."""
-    found = {
-        str(one.number): link.versions[one.number] - (name in store._kept)
+    return {
+        # A round of rows is counted when they are pushed.
+        str(one.number): link.versions[one.number] - (name in store._kept or name in store.tables)
         for name, own in store._pieces.items()
         for one in own
         if one.server == link.number
-    }
-    # A round of rows is counted when they are pushed.
-    return found | {
-        str(own[link.number].number): store._table_versions[name] - 1
-        for name, own in store._tables.items()
     }
 
 

@@ -11,7 +11,6 @@ import secrets
 import socket
 import sys
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Self
@@ -84,8 +83,6 @@ class Connected(KVStore):
         self._wait_state = WaitState()
         self._pieces: dict[str, list[KeyPiece]] = {}
         self._metas = itertools.count(1)
-        self._tables: dict[str, list[KeyPiece]] = {}
-        self._table_versions: dict[str, int] = defaultdict(int)
         self._unread: dict[
             str, int
         ] = {}  # keys that were pushed and not pulled since, and the priority of the push
@@ -183,81 +180,56 @@ class Connected(KVStore):
         groups = groups or {}
         forms: dict[str, dict[str, Any]] = {}
         for name, value in named.items():
-            group, dtype = groups.get(name, 0), dtype_name(name, value.dtype)
+            form: dict[str, Any]
             if isinstance(value, RowSparse):
-                forms[name] = {
-                    "rows": value.rows,
-                    "columns": value.columns,
-                    "std": value.std,
-                    "seed": value.seed,
-                }
+                form = {"rows": value.rows, "columns": value.columns}
+                form |= {"std": value.std, "seed": value.seed}
             else:
-                forms[name] = {"shape": list(value.shape), "count": value.numel()}
-            forms[name] |= {"dtype": dtype, "group": group}
+                form = {"shape": list(value.shape), "count": value.numel()}
+            dtype = dtype_name(name, value.dtype)
+            forms[name] = {**form, "dtype": dtype, "group": groups.get(name, 0)}
         placed = self.links[0].ask("declare", keys=forms, complete=complete)["placed"]
         dense = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
-        for name in named:
-            pieces = [KeyPiece(*piece) for piece in placed[name]]
-            if name in dense:
-                self._pieces[name] = pieces
-                self.shapes[name] = (dense[name].shape, dense[name].dtype)
+        for name, value in named.items():
+            self._pieces[name] = [KeyPiece(*piece) for piece in placed[name]]
+            if isinstance(value, RowSparse):
+                self.tables[name] = value
             else:
-                self._tables[name] = pieces
-                self.tables[name] = named[name]  # type: ignore[assignment]
+                self.shapes[name] = (value.shape, value.dtype)
         if complete:
             self._complete = sorted(dense)
-        flat = (
-            {name: value.detach().to("cpu").contiguous().view(-1) for name, value in dense.items()}
-            if self.rank == 0
-            else {}
-        )
+        # Also when worker 0 comes again: it may have been lost before; servers keep values that
+        # they have.
+        given = dense if self.rank == 0 else {}
+        flat = {
+            name: value.detach().to("cpu").contiguous().view(-1) for name, value in given.items()
+        }
         for link in self.links:
-            here = {
-                piece.number: (name, piece)
-                for name in dense
+            here = [
+                (name, piece)
+                for name in named
                 for piece in self._pieces[name]
                 if piece.server == link.number
-            }
-            chunks = [
-                [
-                    number,
-                    name,
-                    piece.start,
-                    piece.stop,
-                    forms[name]["dtype"],
-                    forms[name]["group"],
-                    complete,
-                ]
-                for number, (name, piece) in here.items()
             ]
+            parts = []
+            for name, piece in here:
+                value, form = named[name], forms[name]
+                part = [piece.number, name, form["group"], form["dtype"]]
+                if isinstance(value, RowSparse):
+                    part += [value.rows, value.columns, value.std, value.seed]
+                else:
+                    part += [piece.start, piece.stop, complete]
+                parts.append(part)
+            told = link.ask("create", forms=parts)["versions"]
+            # Of rows this worker has read none yet: it counts its own pushes.
             link.versions |= {
-                int(number): version
-                for number, version in link.ask("create", chunks=chunks)["versions"].items()
+                piece.number: 0 if name in self.tables else told[str(piece.number)]
+                for name, piece in here
             }
-            if len(dense) < len(named):
-                tables = [
-                    [
-                        self._tables[name][link.number].number,
-                        name,
-                        value.rows,
-                        value.columns,
-                        value.std,
-                        value.seed,
-                        forms[name]["dtype"],
-                        forms[name]["group"],
-                    ]
-                    for name, value in named.items()
-                    if isinstance(value, RowSparse)
-                ]
-                link.ask("tables", tables=tables)
-            if (
-                self.rank == 0
-                # also when it comes again: it may have been lost before; servers keep values that
-                # they have
-            ):
-                for number, (name, piece) in here.items():
+            for name, piece in here:
+                if name in flat:
                     values = flat[name][piece.start : piece.stop].clone()
-                    link.put(pack(Kind.INIT, chunk=number, nbytes=values.nbytes), values)
+                    link.put(pack(Kind.INIT, chunk=piece.number, nbytes=values.nbytes), values)
         self._share(
             self.links, [(name, one) for name in dense for one in self._pieces[name]], buffers=True
         )
@@ -317,16 +289,12 @@ class Connected(KVStore):
         while True:
             newest: dict[int, int] = {}
             for link in self.links:
-                told = link.ask("versions")
-                for number, version in (*told["versions"].items(), *told["tables"].items()):
+                for number, version in link.ask("versions")["versions"].items():
                     # A table has one number on all servers.
                     newest[int(number)] = max(version, newest.get(int(number), 0))
-            pieces = {
-                name: self._pieces[name] if name in self._pieces else self._tables[name]
-                for name in names
-            }
             begins = first_rounds(
-                {name: max(newest[one.number] for one in pieces[name]) for name in names}, late
+                {name: max(newest[one.number] for one in self._pieces[name]) for name in names},
+                late,
             )
             found = {
                 name for link in self.links for name in link.ask("join", begins=begins)["late"]
@@ -335,14 +303,7 @@ class Connected(KVStore):
                 break
             late |= found
         for name in names:
-            if name in self._tables:
-                self._table_versions[name] = (
-                    begins[name] - 1
-                    if self._sync
-                    else max(newest[one.number] for one in pieces[name])
-                )
-                continue
-            for piece in pieces[name]:
+            for piece in self._pieces[name]:
                 self.links[piece.server].versions[piece.number] = (
                     begins[name] - 1 if self._sync else newest[piece.number]
                 )
@@ -393,13 +354,8 @@ class Connected(KVStore):
         self._settle()
         found: dict[str, torch.Tensor] = {}
         for link in self.links:
-            found |= {
-                f"{link.number}\t{name}": value
-                for name, value in link.ask("state", weights=False).items()
-            }
-        return put_together(
-            found, self._steps_before + self._version(), self._pieces, self._tables, self.shapes
-        )
+            found |= {f"{link.number}\t{name}": one for name, one in link.ask("state").items()}
+        return put_together(found, self._steps_before + self._version(), self._pieces, self.shapes)
 
     def load_state(self, state: StoreState) -> None:
         self.barrier()  # nobody's push is to come after it
@@ -416,7 +372,7 @@ class Connected(KVStore):
 
     def _give_state(self, state: StoreState) -> None:
         for link, part in zip(
-            self.links, taken_apart(state, self._pieces, self._tables, len(self.links)), strict=True
+            self.links, taken_apart(state, self._pieces, self.tables, len(self.links)), strict=True
         ):
             number, pending = link.expect()
             data = save(part)
@@ -425,7 +381,8 @@ class Connected(KVStore):
 
     def residuals(self) -> dict[str, torch.Tensor]:
         found = {}
-        for name, pieces in self._pieces.items():
+        for name in self.shapes:
+            pieces = self._pieces[name]
             parts = [
                 self._compressors[one.number].state()
                 for one in pieces
@@ -451,9 +408,12 @@ class Connected(KVStore):
     # ------------------------------------------------------------------ a server that was lost
 
     def _version(self) -> int:
-        return max(
-            (version for link in self.links for version in link.versions.values()), default=0
-        )
+        """The steps that were taken over dense keys since the store was made."""
+        return max((self._version_of(name) for name in self.shapes), default=0)
+
+    def _version_of(self, name: str) -> int:
+        """The newest round of a key, as this worker knows it."""
+        return max(self.links[one.server].versions[one.number] for one in self._pieces[name])
 
     def _come_back(self) -> int | None:
         """Wait for a server that was lost; the step that all went back to, or None where nothing is

@@ -25,9 +25,7 @@ from safetensors.torch import load, save
 from allhands import wire
 from allhands.errors import WorldError
 from allhands.kvstore.credentials import tls_contexts
-from allhands.kvstore.shard_state import load_whole, state_of_table, whole_of
-from allhands.kvstore.snapshots import about
-from allhands.kvstore.table_rounds import pack_rows
+from allhands.kvstore.shard_state import load_whole, settings_of
 from allhands.kvstore.wire_frames import (
     HEADER_BYTES,
     LONGEST_STATE,
@@ -75,11 +73,9 @@ class Mirror:
         self._sending = threading.RLock()
         self._changed = threading.Condition()
         self._sent = self._taken = 0
-        self._chunks: dict[
-            int, int
-        ] = {}  # those that the other side has, and how often they had been set by no round
-        self._tables: set[int] = set()
-        self._known: set[int] = set()  # chunks and tables that the other side has been told of
+        # The parts that the other side has, and how often they had been set by no round.
+        self._has: dict[int, int] = {}
+        self._known: set[int] = set()  # those that the other side has been told of
         self._answer: tuple[dict[str, Any], bytes] | None = None
         self._closed = threading.Event()
         self._tried = threading.Event()
@@ -152,8 +148,8 @@ class Mirror:
                 link.close()
             raise
         with self._sending:
-            for have in (self._chunks, self._tables, self._known):
-                have.clear()
+            self._has.clear()
+            self._known.clear()
             with self._changed:
                 self._sent = self._taken = 0
                 self._up, self._down = links
@@ -258,52 +254,42 @@ class Mirror:
 
     # ------------------------------------------------------------------ what is copied
 
-    def begin(self, chunk: Any, options: dict[str, Any] | None, workers: int) -> Ticket | None:
-        """Send the sum of a round that is about to be applied; None where the whole chunk is to be
-        sent afterwards. The chunk's lock is held."""
+    def begin(
+        self,
+        part: Any,
+        options: dict[str, Any] | None,
+        workers: int,
+        payload: torch.Tensor | bytes,
+    ) -> Ticket | None:
+        """Send what a round is about to apply; None where the whole part is to be sent afterwards.
+        The part's lock is held."""
         with self._sending:
-            if self._chunks.get(chunk.number) != chunk.outside:
+            if self._has.get(part.number) != part.outside:
                 return None
             said = {
-                "op": "step",
-                "chunk": chunk.number,
+                "op": "round",
+                "part": part.number,
                 "options": options,
                 "workers": workers,
-                "square": chunk.square,
+                "square": part.square,
             }
-            return self._say(said, chunk.total)
+            return self._say(said, payload)
 
-    def settle(self, chunk: Any, ticket: Ticket | None) -> None:
-        """Wait until the other side has a round, or the whole chunk. The chunk's lock is held."""
-        self._wait(self._send_chunk(chunk) if ticket is None else ticket)
+    def settle(self, part: Any, ticket: Ticket | None) -> None:
+        """Wait until the other side has a round, or the whole part. The part's lock is held."""
+        self._wait(self._send_part(part) if ticket is None else ticket)
 
-    def _send_chunk(self, chunk: Any) -> Ticket | None:
+    def _send_part(self, part: Any) -> Ticket | None:
         with self._sending:
             if self._up is None:
                 return None
-            if chunk.number not in self._known:
+            if part.number not in self._known:
                 self._tell_settings()
-            fields, tensors = whole_of(chunk)
-            ticket = self._say({"op": "chunk", **fields}, save(tensors))
+            fields, tensors = part.whole()
+            ticket = self._say({"op": "part", **fields}, save(tensors))
             if ticket is not None:
-                self._chunks[chunk.number] = chunk.outside
+                self._has[part.number] = part.outside
             return ticket
-
-    def rows(
-        self, table: Any, ids: torch.Tensor, rows: torch.Tensor, options: dict[str, Any] | None
-    ) -> None:
-        """Send the rows of a round that is about to be applied, and wait. The table's lock is
-        held."""
-        with self._sending:
-            known = table.number in self._tables
-            ticket = (
-                self._say(
-                    {"op": "rows", "table": table.number, "options": options}, pack_rows(ids, rows)
-                )
-                if known
-                else None
-            )
-        self._wait(ticket)
 
     def settings(self) -> None:
         """Send what the workers have set, and wait. No lock is held."""
@@ -313,34 +299,22 @@ class Mirror:
     def _tell_settings(self) -> Ticket | None:
         with self._sending:
             with self.shard._lock:
-                fields = {
-                    **about(self.shard, 0),
-                    "versions": {},
-                    "table_versions": {},
-                    "passed": self.shard.passed,
-                }
-            self._known = {one[0] for one in (*fields["chunks"], *fields["tables"])}
+                fields = settings_of(self.shard)
+            self._known = {form[0] for form in fields["forms"]}
             return self._say({"op": "settings", **fields})
 
     def refresh(self) -> None:
-        """Send settings, rows, and all chunks that the other side has not, or that were set by no
-        round, and wait. No lock is held."""
+        """Send settings, and all parts that the other side has not, or that were set by no round,
+        and wait. No lock is held."""
         self._tried.wait(2 * self._patience)
         self._refresh()
 
     def _refresh(self) -> None:
         self._wait(self._tell_settings())
-        for chunk in list(self.shard.chunks.values()):
-            with chunk.lock:
-                if self._chunks.get(chunk.number) != chunk.outside:
-                    self._wait(self._send_chunk(chunk))
-        for table in list(self.shard.tables.values()):
-            with table.lock, self._sending:
-                if table.number not in self._known:
-                    self._tell_settings()
-                ticket = self._say({"op": "table", **table.about()}, save(state_of_table(table)))
-                self._tables.add(table.number)
-            self._wait(ticket)
+        for part in list(self.shard.parts.values()):
+            with part.lock:
+                if self._has.get(part.number) != part.outside:
+                    self._wait(self._send_part(part))
 
     def _fill(self) -> None:
         """Send everything to a new connection; rounds go on meanwhile."""
@@ -367,16 +341,8 @@ class Mirror:
         if found is None or not found[0]["whole"]:
             self._lose(None)
             return False
-        fields, tensors = found[0], load(found[1])
-        shard = self.shard
-        shard.rebuild(fields["settings"])
-        shard.passed = fields["settings"]["passed"]
-        for one in fields["chunks"]:
-            load_whole(shard.chunks[one["chunk"]], one, tensors)
-        for one in fields["tables"]:
-            shard.tables[one["table"]].restore(one, tensors)
-        self._chunks |= {number: chunk.outside for number, chunk in shard.chunks.items()}
-        self._tables |= set(shard.tables)
-        self._known = {*self._chunks, *self._tables}
+        load_whole(self.shard, (found[0], load(found[1])))
+        self._has |= {number: part.outside for number, part in self.shard.parts.items()}
+        self._known = set(self._has)
         self._tried.set()
         return True

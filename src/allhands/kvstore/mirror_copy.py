@@ -12,10 +12,9 @@ from safetensors.torch import load, save
 
 from allhands import wire
 from allhands.errors import UserError
+from allhands.kvstore.chunks import Chunk
 from allhands.kvstore.shard import Shard
-from allhands.kvstore.shard_state import load_whole, state_of_table, whole_of
-from allhands.kvstore.snapshots import about
-from allhands.kvstore.table_rounds import unpack_rows
+from allhands.kvstore.shard_state import whole_of
 from allhands.kvstore.wire_frames import (
     HEADER_BYTES,
     LONGEST_STATE,
@@ -47,7 +46,6 @@ class Copy:
         self.whole = self.finished = False
         self._lock = threading.Lock()
         self._present: tuple[socket.socket, socket.socket] | None = None
-        self._passed: dict[str, Any] = {}
         self._room = torch.empty(0, dtype=torch.uint8)
 
     def hold(self, up: socket.socket, down: socket.socket, live: Any) -> None:
@@ -63,7 +61,7 @@ class Copy:
                 if frame.kind != Kind.MESSAGE:
                     raise FrameError(f"a server does not send {frame.kind.name}")
                 said = read_message(up, frame.nbytes)
-                body = self._payload(up, read_header(up, header).nbytes, said["op"] == "step")
+                body = self._payload(up, read_header(up, header).nbytes, said)
                 with self._lock:
                     if self._present != (up, down):
                         return  # the server was started again, and has another connection
@@ -88,10 +86,11 @@ class Copy:
         """End the connection."""
         _end(self._present)
 
-    def _payload(self, up: socket.socket, count: int, again: bool) -> Any:
-        """What belongs to a message; that of a step lies in memory that the next one overwrites."""
-        if not again:
-            return bytes(read_bytes(up, count, LONGEST_STATE))
+    def _payload(self, up: socket.socket, count: int, said: dict[str, Any]) -> Any:
+        """What belongs to a message; that of a chunk's round lies in memory that the next one
+        overwrites."""
+        if said["op"] != "round" or not isinstance(self.shard.parts[said["part"]], Chunk):
+            return read_bytes(up, count, LONGEST_STATE)
         if len(self._room) < count:
             self._room = torch.empty(count, dtype=torch.uint8)
         wire.read_into(up, raw(self._room[:count]))
@@ -100,21 +99,12 @@ class Copy:
     def _apply(self, said: dict[str, Any], body: Any) -> None:
         shard = self.shard
         match said["op"]:
-            case "step":
-                chunk = shard.chunks[said["chunk"]]
-                chunk.repeat(
-                    body.view(chunk.weights.dtype), said["options"], said["workers"], said["square"]
-                )
-            case "rows":
-                table = shard.tables[said["table"]]
-                table.repeat(*unpack_rows(bytearray(body), table.table, True), said["options"])
+            case "round":
+                shard.parts[said["part"]].repeat(body, said)
             case "settings":
                 shard.rebuild(said)
-                shard.passed = said["passed"]
-            case "chunk":
-                load_whole(shard.chunks[said["chunk"]], said, load(body))
-            case "table":
-                shard.tables[said["table"]].restore(said, load(body))
+            case "part":
+                shard.parts[said["part"]].load_whole(said, load(bytes(body)))
             case "fill" | "end":
                 self.shard, self.whole, self.finished = (
                     Shard(*self._made),
@@ -127,33 +117,11 @@ class Copy:
                 raise FrameError(f"there is no operation {other!r}")
 
     def _give(self, down: socket.socket, live: list[int]) -> None:
-        shard = self.shard
-        chunks = [whole_of(chunk) for chunk in shard.chunks.values()] if self.whole else []
-        tables = list(shard.tables.values()) if self.whole else []
-        tensors: dict[str, torch.Tensor] = {}
-        for _, states in chunks:
-            tensors |= states
-        for table in tables:
-            tensors |= state_of_table(table)
-        settings = {
-            **about(shard, 0),
-            "versions": {},
-            "table_versions": {},
-            "passed": shard.passed,
-            "live": live,
-        }
+        shard = self.shard if self.whole else Shard(*self._made)
+        fields, tensors = whole_of(shard)
+        fields["settings"]["live"] = live
         body = save(tensors)
-        down.sendall(
-            message(
-                {
-                    "whole": self.whole,
-                    "settings": settings,
-                    "chunks": [fields for fields, _ in chunks],
-                    "tables": [table.about() for table in tables],
-                }
-            )
-            + pack(Kind.PUSH, nbytes=len(body))
-        )
+        down.sendall(message({"whole": self.whole, **fields}) + pack(Kind.PUSH, nbytes=len(body)))
         down.sendall(body)
 
 

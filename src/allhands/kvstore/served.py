@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -27,7 +27,7 @@ from allhands.kvstore.wait_state import PendingReply, ServerLostError
 from allhands.kvstore.waits import Need, missing_rounds, report
 from allhands.kvstore.wire_frames import LONGEST_ROWS, Kind, message, pack
 
-_Counted = tuple[dict[int, int], dict[str, int]]
+_Counted = dict[int, dict[int, int]]  # versions, by server and part
 
 
 @dataclass
@@ -59,22 +59,8 @@ class ServedStore(Connected):
     ) -> tuple[int, int, list[ServerLink]]:
         """Announce a step to the servers that have a part of it; its number, that of its
         announcement, and those servers."""
-        counts: dict[int, int] = defaultdict(int)
-        for name in names:
-            for piece in self._pieces[name]:
-                counts[piece.server] += 1
-        for _ in rows:
-            for link in self.links:
-                counts[link.number] += 1
-        version = max(
-            (
-                self.links[one.server].versions[one.number]
-                for name in names
-                for one in self._pieces[name]
-            ),
-            default=0,
-        )
-        version = max([version, *(self._table_versions[name] for name in rows)])
+        counts = Counter(one.server for name in (*names, *rows) for one in self._pieces[name])
+        version = max((self._version_of(name) for name in (*names, *rows)), default=0)
         # The same on all workers, also on one that came later; calls over other keys have other
         # numbers.
         step = (version + 1 << 32) + zlib.crc32("\n".join(sorted([*names, *rows])).encode())
@@ -203,7 +189,7 @@ class ServedStore(Connected):
         def done() -> bool:
             return pending.left == 0 and all(link.done.get(step) is not None for link in involved)
 
-        tables: list[Need] = [("push", name, self._table_versions[name]) for name in rows]
+        tables: list[Need] = [("push", name, self._version_of(name)) for name in rows]
         self._wait_state.wait(
             done,
             lambda: self._about(self._missing(step, involved, "the other workers' gradients")),
@@ -374,23 +360,17 @@ class ServedStore(Connected):
         self._sent = sent
 
     def _counted(self) -> _Counted:
-        """The versions of all chunks and tables, as this worker knows them, where pushes may be
-        sent again."""
+        """The versions of all parts, as this worker knows them, where pushes may be sent again."""
         if not self.rules["mirror"]:
-            return {}, {}
-        return {
-            number: version for link in self.links for number, version in link.versions.items()
-        }, dict(self._table_versions)
+            return {}
+        return {link.number: dict(link.versions) for link in self.links}
 
     def _count_from(self, counted: _Counted, only: str | None = None) -> None:
         """Go back to what `_counted` gave; of one key, or of all."""
         for name, pieces in self._pieces.items():
             if only in (None, name):
                 for one in pieces:
-                    self.links[one.server].versions[one.number] = counted[0][one.number]
-        for name in self._tables:
-            if only in (None, name):
-                self._table_versions[name] = counted[1].get(name, 0)
+                    self.links[one.server].versions[one.number] = counted[one.server][one.number]
 
     def _exchange(
         self,
@@ -494,19 +474,18 @@ class ServedStore(Connected):
 
     def _send_rows(self, name: str, value: torch.Tensor, meta: int) -> None:
         ids, rows = value._indices()[0].cpu(), value._values().cpu()
-        self._table_versions[name] += 1
-        owners = self._owners(ids)
-        for link in self.links:
-            mine = owners == link.number
+        owners, version = self._owners(ids), self._version_of(name) + 1
+        for piece in self._pieces[name]:
+            mine = owners == piece.server
             body = pack_rows(ids[mine], rows[mine])
             if len(body) > LONGEST_ROWS:
                 raise UserError(
                     f"a push of {len(body):,} bytes of rows to one server; at most "
                     f"{LONGEST_ROWS:,}: push fewer ids at once"
                 )
-            number = self._tables[name][link.number].number
-            link.put(
-                pack(Kind.PUSH_ROWS, 0, number, meta, self._table_versions[name], len(body)) + body
+            self.links[piece.server].versions[piece.number] = version
+            self.links[piece.server].put(
+                pack(Kind.PUSH_ROWS, 0, piece.number, meta, version, len(body)) + body
             )
 
     def _pull_rows(self, name: str, ids: torch.Tensor, out: torch.Tensor) -> None:
@@ -517,8 +496,9 @@ class ServedStore(Connected):
 
     def _pull_rows_once(self, name: str, ids: torch.Tensor, out: torch.Tensor) -> None:
         owners, table, asked = self._owners(ids), self.tables[name], []
-        version = self._table_versions[name]
-        for link in self.links:
+        version = self._version_of(name)
+        for piece in self._pieces[name]:
+            link = self.links[piece.server]
             mine = (owners == link.number).nonzero().view(-1)
             if len(mine):
                 body = pack_rows(ids[mine], None)
@@ -528,8 +508,7 @@ class ServedStore(Connected):
                         "bytes; pull fewer ids at once"
                     )
                 request, pending = link.expect()
-                number = self._tables[name][link.number].number
-                link.put(pack(Kind.PULL_ROWS, 0, number, request, version, len(body)) + body)
+                link.put(pack(Kind.PULL_ROWS, 0, piece.number, request, version, len(body)) + body)
                 asked.append((link, mine, pending))
         with torch.no_grad():
             for link, mine, pending in asked:

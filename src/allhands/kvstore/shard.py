@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from allhands.errors import AllhandsError, UserError
-from allhands.kvstore.chunks import Chunk, Meta, within
+from allhands.kvstore.chunks import Chunk
 from allhands.kvstore.key_rounds import KeyRounds
 from allhands.kvstore.members import Members
+from allhands.kvstore.parts import Meta, within
 from allhands.kvstore.shard_keys import ShardKeys
 from allhands.kvstore.shard_recovery import ShardRecovery
 from allhands.kvstore.shard_state import load_state
@@ -33,7 +34,6 @@ class Shard(ShardKeys):
 
     Attributes:
         recovery: where the servers can come back.
-        passed: how many barriers all workers have passed.
         losses_are_final: a worker that is lost is not started again.
     """
 
@@ -43,9 +43,8 @@ class Shard(ShardKeys):
         self.synchronous = rules["wait"] == "sync"
         self.failure: str | None = None
         self.recovery: ShardRecovery | None = None
-        self.passed = 0
         self.losses_are_final = False
-        self.rounds = KeyRounds(self.chunks, self.members, rules["on_worker_loss"] == "continue")
+        self.rounds = KeyRounds(self.parts, self.members, rules["on_worker_loss"] == "continue")
         self._clips: dict[int, dict[int, float]] = {}  # by step: square sums by chunk
         self._clip_metas: dict[int, list[Meta]] = {}
         self._forms: dict[
@@ -183,13 +182,13 @@ class Shard(ShardKeys):
             squares = self._clips.pop(step, None)
             self._clip_metas.pop(step, None)
         for number in squares or {}:
-            if number in self.tables:
-                self._rows_done(self.tables[number], partial(self.tables[number].commit, scale))
+            part = self.parts[number]
+            if isinstance(part, TableRounds):
+                self._rows_done(part, partial(part.commit, scale))
                 continue
-            chunk = self.chunks[number]
-            with chunk.lock:
-                if chunk.clipped:
-                    self._closed(chunk, scale)
+            with part.lock:
+                if part.clipped:
+                    self._closed(part, scale)
 
     def _closed(self, chunk: Chunk, scale: float) -> None:
         try:
@@ -295,7 +294,7 @@ class Shard(ShardKeys):
             return
         if self.rules["wait"] == "ssp":
             table.serve(within(table.clocks, self.members.everyone(), self.rules["staleness"]))
-        held = table.square()
+        held = table.held_square()
         if held is not None:
             self._add_square(*held)
         for one in done:
@@ -388,7 +387,7 @@ class Shard(ShardKeys):
         """Close what waited only for a worker that is not counted any more; with None, for one that
         counts from later on."""
         self.rounds.look_again(rank)
-        for chunk in list(self.chunks.values()):
+        for chunk in self.chunks():
             with chunk.lock:
                 chunk.waiting = [one for one in chunk.waiting if one[0].rank != rank]
                 if not self.synchronous:
@@ -398,7 +397,7 @@ class Shard(ShardKeys):
                 if rank is not None and rank not in state[1]:  # of a part of the key only
                     chunk.forget(rank)
                 self._after(chunk, chunk.add_up(*state))
-        for table in list(self.tables.values()):
+        for table in self.tables():
             self._rows_done(table, partial(table.look_again, self.members))
         if self.recovery is not None:
             self.recovery.look_again(self)
@@ -422,11 +421,9 @@ class Shard(ShardKeys):
             self._barrier.clear()
             self._initial = []
         self._waits.clear()
-        for chunk in list(self.chunks.values()):
-            with chunk.lock:
-                chunk.drop()
-        for table in list(self.tables.values()):
-            table.drop()
+        for part in list(self.parts.values()):
+            with part.lock:
+                part.drop()
         # last: while a chunk is not dropped, pushes of the time before come into it
         self.rounds.clear()
 
@@ -437,9 +434,8 @@ class Shard(ShardKeys):
         with self._lock:
             self.members.count_from(session.rank, begins)
             others = self.members.everyone() - {session.rank}
-        parts: list[Chunk | TableRounds] = [*self.chunks.values(), *self.tables.values()]
         late = set()
-        for part in parts:
+        for part in list(self.parts.values()):
             if part.key in begins:
                 with part.lock:  # it begins beside the slowest
                     part.clocks[session.rank] = min(
@@ -451,15 +447,9 @@ class Shard(ShardKeys):
         self._go_on_without(None)
         return sorted(late)
 
-    def versions(self) -> dict[str, dict[str, int]]:
-        """The newest round of each chunk and of each table, by number."""
-        return {
-            "versions": {str(number): chunk.version for number, chunk in list(self.chunks.items())},
-            "tables": {
-                str(number): table.newest(self.synchronous)
-                for number, table in list(self.tables.items())
-            },
-        }
+    def versions(self) -> dict[str, int]:
+        """The newest round of each part, by number."""
+        return {str(one.number): one.newest(self.synchronous) for one in list(self.parts.values())}
 
     def fail(self, text: str) -> None:
         """Nothing can go on; every worker that waits, or asks later, is told why."""

@@ -1,4 +1,4 @@
-"""The keys of one server: chunks and tables, where they lie, and what all workers have set for
+"""The keys of one server: its part of each, where it lies, and what all workers have set for
 them."""
 
 from __future__ import annotations
@@ -20,31 +20,34 @@ from allhands.kvstore.shared_memory import SharedMemory, offsets
 from allhands.kvstore.table_rounds import TableRounds
 from allhands.kvstore.values import RowSparse
 
+_DENSE = 7  # entries in the form of a chunk
+
 
 class ShardKeys:
     """What a `Shard` holds.
 
     Attributes:
-        chunks: parts of dense keys, by their number in the job.
-        tables: this server's part of keys of rows.
+        parts: each a `Part`, which is a chunk of a dense key or a table of rows, by its number in
+            the job.
         keys: on server 0: form and places of every key.
         sets: on server 0: the whole set of keys that workers step over.
         spec: the optimizer.
         compression: of pushes and pulls.
         push_codec: that of the pushes.
         mirror: what keeps a copy of all of it on another server.
+        passed: how many barriers all workers have passed.
     """
 
     def __init__(self, number: int, servers: int, members: Members) -> None:
         self.number, self.servers, self.members = number, servers, members
-        self.chunks: dict[int, Chunk] = {}
-        self.tables: dict[int, TableRounds] = {}
+        self.parts: dict[int, Any] = {}
         self.keys: dict[str, dict[str, Any]] = {}
         self.sets: dict[str, Any] = {}
         self.spec: OptimizerSpec | None = None
         self.compression: dict[str, Any] | None = None
         self.push_codec: Codec | None = None
         self.mirror: Any = None
+        self.passed = 0
         # Taken before a chunk's lock, and `_lock` after it.
         self._settings = threading.Lock()
         self._lock = threading.RLock()
@@ -105,53 +108,51 @@ class ShardKeys:
                 }
             return {name: self.keys[name]["pieces"] for name in keys}
 
-    def create(self, chunks: list[list[Any]]) -> dict[str, int]:
-        """Make the chunks that are not there yet; the version of each."""
+    def create(self, forms: list[list[Any]]) -> dict[str, int]:
+        """Make the parts that are not there yet, as `Part.form` says; the version of each."""
         with self._lock:
-            new = [one for one in chunks if one[0] not in self.chunks]
-            if new:
-                sizes = [
-                    (stop - start) * DTYPES[dtype].itemsize
-                    for _, _, start, stop, dtype, _, _ in new
-                ]
-                starts, total = offsets(sizes)
-                memory = SharedMemory(total)
-                self._blocks.append((memory, [one[0] for one in new]))
-                for (number, key, start, stop, dtype, group, trained), offset in zip(
-                    new, starts, strict=True
-                ):
-                    weights = memory.view(offset, stop - start, DTYPES[dtype])
-                    chunk = Chunk(
-                        number,
-                        key,
-                        start,
-                        stop,
-                        group,
-                        weights,
-                        block=len(self._blocks) - 1,
-                        offset=offset,
-                    )
-                    chunk.trained = bool(trained)
-                    if self.spec is not None:
-                        chunk.set_optimizer(self.spec)
-                    self.chunks[number] = chunk
-            return {str(one[0]): self.chunks[one[0]].version for one in chunks}
+            new = [one for one in forms if one[0] not in self.parts]
+            dense = [one for one in new if len(one) == _DENSE]
+            if dense:
+                self._create_chunks(dense)
+            for number, key, group, dtype, rows, columns, std, seed in [
+                one for one in new if len(one) != _DENSE
+            ]:
+                form = RowSparse(rows, columns, std, seed, DTYPES[dtype])
+                table = TableRounds(number, key, form, group, self.spec)
+                table.mirror = self.mirror
+                self.parts[number] = table
+            return {str(one[0]): self.parts[one[0]].version for one in forms}
 
-    def create_tables(self, tables: list[list[Any]]) -> None:
-        """Make this server's part of tables of rows."""
-        with self._lock:
-            for number, key, rows, columns, std, seed, dtype, group in tables:
-                if number not in self.tables:
-                    table = RowSparse(rows, columns, std, seed, DTYPES[dtype])
-                    self.tables[number] = TableRounds(number, key, table, group, self.spec)
-                    self.tables[number].mirror = self.mirror
+    def _create_chunks(self, forms: list[list[Any]]) -> None:
+        starts, total = offsets(
+            (stop - start) * DTYPES[dtype].itemsize for _, _, _, dtype, start, stop, _ in forms
+        )
+        memory = SharedMemory(total)
+        self._blocks.append((memory, [one[0] for one in forms]))
+        for (number, key, group, dtype, start, stop, trained), offset in zip(
+            forms, starts, strict=True
+        ):
+            weights = memory.view(offset, stop - start, DTYPES[dtype])
+            block = len(self._blocks) - 1
+            chunk = Chunk(number, key, start, stop, group, weights, block, offset)
+            chunk.trained = bool(trained)
+            chunk.set_optimizer(self.spec)
+            self.parts[number] = chunk
+
+    def chunks(self) -> list[Chunk]:
+        """The parts of dense keys."""
+        return [part for part in list(self.parts.values()) if isinstance(part, Chunk)]
+
+    def tables(self) -> list[TableRounds]:
+        """The parts of keys of rows."""
+        return [part for part in list(self.parts.values()) if isinstance(part, TableRounds)]
 
     def block(self, number: int) -> tuple[SharedMemory, list[list[int]]]:
-        """Memory with the values of chunks, and where in it each begins."""
-        memory, chunks = self._blocks[number]
-        return memory, [
-            [one, self.chunks[one].offset, len(self.chunks[one].weights)] for one in chunks
-        ]
+        """The memory in which a chunk lies, and where in it each of its chunks begins."""
+        memory, numbers = self._blocks[self.parts[number].block]
+        chunks = [self.parts[one] for one in numbers]
+        return memory, [[one.number, one.offset, len(one.weights)] for one in chunks]
 
     def initialise(self, chunk: Chunk, values: torch.Tensor) -> None:
         """Take the first value; a later one is left, because the training has begun."""
@@ -176,9 +177,9 @@ class ShardKeys:
     def _tell_initialised(self) -> None:
         left = []
         for session, request, chunks in self._initial:
-            missing = {number for number in chunks if not self.chunks[number].ready}
+            missing = {number for number in chunks if not self.parts[number].ready}
             if missing and 0 in self.members.final:
-                names = ", ".join(sorted({f"'{self.chunks[number].key}'" for number in missing}))
+                names = ", ".join(sorted({f"'{self.parts[number].key}'" for number in missing}))
                 session.reply(
                     request,
                     lost="worker 0 has left or is lost, and has not given the first values of "
@@ -210,12 +211,10 @@ class ShardKeys:
                     )
                 return
             self.spec = spec
-            for chunk in list(self.chunks.values()):
-                with chunk.lock:
-                    chunk.set_optimizer(spec)
-                    chunk.changed_outside()  # from now on changes are sent, and not sums
-            for table in list(self.tables.values()):
-                table.set_optimizer(spec)
+            for part in list(self.parts.values()):
+                with part.lock:
+                    part.set_optimizer(spec)
+                    part.changed_outside()  # of chunks, changes are sent from now on, and not sums
 
     def set_compression(self, push: dict[str, Any], pull: dict[str, Any]) -> None:
         """Expect pushes in this form, and send values in that."""
@@ -228,7 +227,7 @@ class ShardKeys:
                 )
             if self.compression is None:
                 self.compression, self.push_codec = wanted, codec_from(push)
-                for chunk in list(self.chunks.values()):
+                for chunk in self.chunks():
                     with chunk.lock:
                         self._compress_down(chunk)
 
@@ -239,33 +238,25 @@ class ShardKeys:
 
     def trained(self) -> set[int]:
         """The chunks that every step is over; all of them where no worker has said which."""
-        return {number for number, chunk in self.chunks.items() if chunk.trained} or set(
-            self.chunks
-        )
+        chunks = self.chunks()
+        return {one.number for one in chunks if one.trained} or {one.number for one in chunks}
 
-    def rebuild(self, fields: dict[str, Any]) -> None:
-        """Make what a snapshot says there was; its numbers are loaded afterwards."""
+    def rebuild(self, settings: dict[str, Any]) -> None:
+        """Make what `settings_of` says there was; values are loaded afterwards."""
         with self._lock:
-            fresh = not self.keys and not self.chunks and not self.tables
-            self.keys, self.sets = fields["keys"], fields["sets"]
-            if fields["optimizer"] is not None and self.spec is None:
-                self.set_optimizer(fields["optimizer"]["name"], fields["optimizer"]["groups"])
-            if fields["compression"] is not None and self.compression is None:
-                self.set_compression(**fields["compression"])
-            self.create(fields["chunks"])
-            for chunk in self.chunks.values():
+            fresh = not self.keys and not self.parts
+            self.keys, self.sets = settings["keys"], settings["sets"]
+            if settings["optimizer"] is not None and self.spec is None:
+                self.set_optimizer(settings["optimizer"]["name"], settings["optimizer"]["groups"])
+            if settings["compression"] is not None and self.compression is None:
+                self.set_compression(**settings["compression"])
+            self.create(settings["forms"])
+            for chunk in self.chunks():
                 if chunk.down is None:
                     self._compress_down(chunk)
-            self.create_tables(fields["tables"])
-            for number, version in fields["versions"].items():
-                chunk = self.chunks[int(number)]
-                chunk.version, chunk.ready = version, True
-                chunk.last.clear()
-                chunk.seen.clear()
-            for number, version in fields["table_versions"].items():
-                self.tables[int(number)].version = version
+            self.passed = max(self.passed, settings["passed"])
             if fresh:  # a server that lives knows better who is there
-                self.members.restore(fields["live"])
+                self.members.restore(settings["live"])
 
 
 def _told(form: dict[str, Any]) -> str:

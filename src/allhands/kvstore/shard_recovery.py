@@ -92,7 +92,7 @@ class ShardRecovery:
         shard.drop_open()
         try:
             if step is None:
-                for chunk in shard.chunks.values():
+                for chunk in shard.chunks():
                     # Workers get compressed changes whole next time.
                     chunk.outside += chunk.down is not None
             else:
@@ -110,7 +110,7 @@ class ShardRecovery:
         """A copy may be older than what a worker knows of, if the connection to it was lost before
         the server was."""
         for number, version in seen.items():
-            part = shard.chunks.get(int(number)) or shard.tables.get(int(number))
+            part = shard.parts.get(int(number))
             if part is None or part.version < version:
                 self._trouble = (
                     f"the copy of server {shard.number} is older than what workers have got from "
@@ -124,10 +124,9 @@ class ShardRecovery:
             if not self._asked or not shard.members.everyone() <= self._asked.keys():
                 return
             asked, self._asked = self._asked, {}
-            versions = {str(number): chunk.version for number, chunk in shard.chunks.items()}
-            tables = {str(number): table.version for number, table in shard.tables.items()}
+            versions = {str(number): part.version for number, part in shard.parts.items()}
             for session, request in asked.values():
                 if self._trouble is not None:
                     session.reply(request, error=self._trouble)
                 else:
-                    session.reply(request, versions=versions, tables=tables)
+                    session.reply(request, versions=versions)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import queue
 import shutil
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 
 from allhands.errors import UserError
-from allhands.kvstore.shard_state import load_state, state_of, state_of_chunk
+from allhands.kvstore.shard_state import Whole, load_whole, whole_of
+from allhands.kvstore.store_state import read_file, write_file
 
 # A server may have one more than another when it is killed; the one before is the one that all
 # have.
@@ -44,12 +42,9 @@ class Snapshots:
             raise UserError(
                 f"snapshot_dir={folder} cannot be written on the host of server {server}: {error}"
             ) from None
-        self._parts: dict[int, dict[str, torch.Tensor]] = {}
-        self._have: dict[int, set[int]] = {}
+        self._parts: dict[int, dict[int, Whole]] = {}  # by step, and by the part's number
         self._lock = threading.Lock()
-        self._queue: queue.SimpleQueue[
-            tuple[int, dict[str, torch.Tensor], dict[str, Any]] | None
-        ] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[int, Whole] | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name="snapshots", daemon=True)
         self._writer.start()
 
@@ -66,42 +61,27 @@ class Snapshots:
         The chunk's lock is held. It cannot get its next version before all workers have this one
         from all servers, so that a snapshot holds every chunk at the same step.
         """
-        step = chunk.version
-        part = state_of_chunk(chunk, True)
+        step, wanted = chunk.version, shard.trained()
         with self._lock:
-            self._parts.setdefault(step, {}).update(part)
-            have = self._have.setdefault(step, set())
-            have.add(chunk.number)
-            wanted = shard.trained()
-            if not wanted <= have:
+            have = self._parts.setdefault(step, {})
+            have[chunk.number] = chunk.whole()
+            if not wanted <= have.keys():
                 return
-            tensors = self._parts.pop(step)
-            del self._have[step]
-            for old in [old for old in self._parts if old < step]:
-                del self._parts[old], self._have[old]
-        others = {number for number in shard.chunks if number not in wanted}
-        tensors |= state_of(shard, True, others)
-        self._queue.put((step, tensors, about(shard, step)))
+            for old in [old for old in self._parts if old <= step]:
+                del self._parts[old]
+        self.take_all(shard, step, have.values())
 
-    def take_all(self, shard: Any, step: int) -> None:
-        """Write all chunks as they are now; where nobody waits for anybody, there is no step that
-        all have."""
-        self._queue.put((step, state_of(shard, True, set(shard.chunks)), about(shard, step)))
+    def take_all(self, shard: Any, step: int, taken: Iterable[Whole] = ()) -> None:
+        """Write all parts as they are now, or as they were `taken` before; where nobody waits for
+        anybody, there is no step that all have."""
+        self._queue.put((step, whole_of(shard, taken)))
 
     def _write(self) -> None:
         while (job := self._queue.get()) is not None:
-            step, tensors, fields = job
+            step, (fields, tensors) = job
             target = self._folder / f"step-{step}.safetensors"
-            aside = self._folder / f".step-{step}.{os.getpid()}"
             try:
-                save_file(
-                    {name: value.contiguous() for name, value in tensors.items()},
-                    aside,
-                    {"allhands": json.dumps(fields)},
-                )
-                with aside.open("rb") as written:
-                    os.fsync(written.fileno())
-                aside.replace(target)
+                write_file(target, fields, tensors)
                 for old in self.steps()[:-_KEPT]:
                     (self._folder / f"step-{old}.safetensors").unlink(missing_ok=True)
             except OSError as error:
@@ -109,7 +89,6 @@ class Snapshots:
                     f"allhands: the snapshot of step {step} could not be written: {error}",
                     flush=True,
                 )
-                aside.unlink(missing_ok=True)
 
     def restore(self, shard: Any, step: int) -> None:
         """Bring the shard back to a step.
@@ -119,16 +98,13 @@ class Snapshots:
         """
         path = self._folder / f"step-{step}.safetensors"
         try:
-            with safe_open(os.fspath(path), "pt") as file:
-                fields = json.loads((file.metadata() or {})["allhands"])
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            about, tensors = read_file(path)
+            whole = {name: about[name] for name in ("settings", "parts")}, tensors
         except (OSError, SafetensorError, KeyError, ValueError) as error:
             raise UserError(f"the snapshot {path} cannot be used: {error}") from error
         with self._lock:
             self._parts.clear()
-            self._have.clear()
-        shard.rebuild(fields)
-        load_state(shard, tensors)
+        load_whole(shard, whole)
         for later in [later for later in self.steps() if later > step]:
             with contextlib.suppress(OSError):
                 (self._folder / f"step-{later}.safetensors").unlink()
@@ -140,34 +116,3 @@ class Snapshots:
         shutil.rmtree(self._folder, ignore_errors=True)
         with contextlib.suppress(OSError):
             self._root.rmdir()
-
-
-def about(shard: Any, step: int) -> dict[str, Any]:
-    """What a shard is, beside its numbers."""
-    spec, trained = shard.spec, shard.trained()
-    return {
-        "step": step,
-        "keys": shard.keys,
-        "sets": shard.sets,
-        "compression": shard.compression,
-        "optimizer": None if spec is None else {"name": spec.name, "groups": list(spec.groups)},
-        "chunks": [
-            [
-                one.number,
-                one.key,
-                one.start,
-                one.stop,
-                str(one.weights.dtype).removeprefix("torch."),
-                one.group,
-                one.trained,
-            ]
-            for one in list(shard.chunks.values())
-        ],
-        "versions": {
-            str(one.number): step if one.number in trained else one.version
-            for one in list(shard.chunks.values())
-        },
-        "tables": [one.form() for one in list(shard.tables.values())],
-        "table_versions": {str(one.number): one.version for one in list(shard.tables.values())},
-        "live": sorted(shard.members.everyone()),
-    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,21 +41,42 @@ def write_states(
     target = Path(path)
     # Names of states hold no tab; keys may hold anything else.
     tensors = {
-        f"{name}\t{key}": value.contiguous()
+        f"{name}\t{key}": value
         for key, values in state.tensors.items()
         for name, value in values.items()
     }
     about: dict[str, Any] = {"format": _FORMAT, "step": state.step, "numbers": state.numbers}
     if spec is not None:
         about["optimizer"] = {"name": spec.name, "groups": spec.groups}
+    write_file(target, about, tensors)
+
+
+def write_file(target: Path, about: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write tensors, and what is none, into one safetensors file, which appears whole or not at
+    all."""
     aside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        save_file(tensors, aside, metadata={"allhands": json.dumps(about)})
+        save_file(
+            {name: value.contiguous() for name, value in tensors.items()},
+            aside,
+            {"allhands": json.dumps(about)},
+        )
         with aside.open("rb") as written:
             os.fsync(written.fileno())
         aside.replace(target)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """What `write_file` wrote; in another safetensors file there are only tensors.
+
+    Raises:
+        OSError, SafetensorError, ValueError: there is no such file, or it is damaged.
+    """
+    with safe_open(os.fspath(path), "pt") as file:
+        about = json.loads((file.metadata() or {}).get("allhands", "{}"))
+        return about, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 def read_states(path: str | os.PathLike[str]) -> tuple[StoreState, OptimizerSpec | None]:
@@ -65,18 +86,17 @@ def read_states(path: str | os.PathLike[str]) -> tuple[StoreState, OptimizerSpec
         UserError: there is no such file, or it is damaged or of another kind.
     """
     try:
-        with safe_open(os.fspath(path), "pt") as file:
-            about = json.loads((file.metadata() or {}).get("allhands", "{}"))
-            if about.get("format") != _FORMAT:
-                raise UserError(f"{path} was not written by save_optimizer_states")
-            state = StoreState(about["step"], {}, about["numbers"])
-            for name in file.keys():  # noqa: SIM118 (a safetensors file is no dict)
-                what, key = name.split("\t", 1)
-                state.tensors.setdefault(key, {})[what] = file.get_tensor(name)
+        about, tensors = read_file(path)
     except FileNotFoundError:
         raise UserError(f"there is no file {path}") from None
     except (SafetensorError, ValueError) as error:
         raise UserError(f"{path} is damaged, or no file of optimizer states: {error}") from error
+    if about.get("format") != _FORMAT:
+        raise UserError(f"{path} was not written by save_optimizer_states")
+    state = StoreState(about["step"], {}, about["numbers"])
+    for name, value in tensors.items():
+        what, key = name.split("\t", 1)
+        state.tensors.setdefault(key, {})[what] = value
     told = about.get("optimizer")
     return state, OptimizerSpec(told["name"], tuple(told["groups"])) if told else None
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import struct
-import threading
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -12,8 +11,8 @@ import torch
 from allhands.comm.clipping import square_of
 from allhands.errors import UserError
 from allhands.kvstore.bucket import weight_factor
-from allhands.kvstore.chunks import Meta, lead_of, within
 from allhands.kvstore.optimizers import OptimizerSpec
+from allhands.kvstore.parts import Meta, Part, lead_of, within
 from allhands.kvstore.row_table import RowTable, sum_rows
 from allhands.kvstore.values import RowSparse
 from allhands.kvstore.wire_frames import FrameError
@@ -61,19 +60,16 @@ class RoundError(UserError):
     """A round cannot be closed, which ends the step of all who are in it."""
 
 
-class TableRounds:
+class TableRounds(Part):
     """A table's rows on this server, its rounds, and who waits for rows."""
 
     def __init__(
         self, number: int, key: str, table: RowSparse, group: int, spec: OptimizerSpec | None
     ) -> None:
-        self.number, self.key, self.table, self.group = number, key, table, group
+        super().__init__(number, key, group)
+        self.table = table
         self.rows = RowTable(table, spec, group)
-        self.lock = threading.RLock()
-        self.version = 0
         self.mirror: Any = None  # what keeps a copy of the table
-        self.last: dict[int, int] = {}
-        self.clocks: dict[int, int] = {}
         self._arrived: dict[int, tuple[torch.Tensor, torch.Tensor, Meta]] = {}
         # Combined, and waiting for the norm of all keys; and whether it was told.
         self._held: tuple[torch.Tensor, torch.Tensor, list[Meta]] | None = None
@@ -83,25 +79,30 @@ class TableRounds:
         ] = {}  # of the round after the open one
         self._waiting: list[tuple[Any, int, torch.Tensor, int]] = []
 
-    def form(self) -> list[Any]:
-        """What `Shard.create_tables` makes it of."""
-        table = self.table
-        dtype = str(table.dtype).removeprefix("torch.")
-        return [
-            self.number,
-            self.key,
-            table.rows,
-            table.columns,
-            table.std,
-            table.seed,
-            dtype,
-            self.group,
-        ]
+    # ------------------------------------------------------------------ its state
 
-    def set_optimizer(self, spec: OptimizerSpec) -> None:
-        """Take steps with this optimizer from now on."""
-        with self.lock:
-            self.rows.set_optimizer(spec, self.group)
+    def form(self) -> list[Any]:
+        table, dtype = self.table, str(self.table.dtype).removeprefix("torch.")
+        rows = [table.rows, table.columns, table.std, table.seed]
+        return [self.number, self.key, self.group, dtype, *rows]
+
+    def set_optimizer(self, spec: OptimizerSpec | None) -> None:
+        self.rows.set_optimizer(spec, self.group)
+
+    def options(self) -> dict[str, Any] | None:
+        return self.rows.options()
+
+    def set_options(self, options: dict[str, Any]) -> None:
+        self.rows.set_options(options)
+
+    def state(self, whole: bool) -> dict[str, torch.Tensor]:
+        return {name: one.detach().clone().contiguous() for name, one in self.rows.state().items()}
+
+    def load(self, states: dict[str, torch.Tensor]) -> None:
+        self.rows.load(states)
+        self.changed_outside()
+
+    # ------------------------------------------------------------------ rounds
 
     def push(
         self,
@@ -147,33 +148,25 @@ class TableRounds:
             return self._close(members)
 
     def newest(self, synchronous: bool) -> int:
-        """The highest number that a push has had here."""
         with self.lock:
             return self.version if synchronous else max(self.version, *self.last.values(), 0)
 
     def has_begun(self, number: int) -> bool:
-        """Whether it is too late to be counted from this round on."""
-        with self.lock:
-            return self.version + 1 > number or (
-                self.version + 1 == number and bool(self._arrived or self._held)
-            )
+        return self.version + 1 > number or (
+            self.version + 1 == number and bool(self._arrived or self._held)
+        )
 
     def drop(self) -> None:
-        """Forget the open round, and who waits for rows."""
-        with self.lock:
-            self._held = None
-            self._arrived.clear()
-            self._early.clear()
-            self._waiting.clear()
-            self.last.clear()
-            self.clocks.clear()
+        self._held = None
+        for one in (self._arrived, self._early, self._waiting, self.last, self.clocks):
+            one.clear()
 
     def look_again(self, members: Any) -> list[Meta]:
         """Close the round if it waited only for workers that are gone; who was in it."""
         with self.lock:
             return self._close(members) if self._arrived else []
 
-    def square(self) -> tuple[int, int, float] | None:
+    def held_square(self) -> tuple[int, int, float] | None:
         """Of a round that is combined and waits for `commit`: the step, this table's number, and
         the sum of squares; once."""
         with self.lock:
@@ -227,11 +220,13 @@ class TableRounds:
         return ids, rows.mul_(factor) if factor != 1.0 else rows, metas
 
     def _step(self, ids: torch.Tensor, rows: torch.Tensor, metas: list[Meta]) -> None:
-        options = lead_of(metas).options(self.group)
-        if self.mirror is not None:  # before anybody hears of it
-            self.mirror.rows(self, ids, rows, options)
+        options, mirror, ticket = lead_of(metas).options(self.group), self.mirror, None
+        if mirror is not None:
+            ticket = mirror.begin(self, options, len(metas), pack_rows(ids, rows))
         self.rows.push(ids, rows, options)
         self.version += 1
+        if mirror is not None:  # before anybody hears of it
+            mirror.settle(self, ticket)
         for rank in [
             rank for rank, (number, *_) in self._early.items() if number == self.version + 1
         ]:
@@ -239,29 +234,10 @@ class TableRounds:
             self._arrived[rank] = (early_ids, early_rows, meta)
         self.serve()
 
-    def repeat(self, ids: torch.Tensor, rows: torch.Tensor, options: dict[str, Any] | None) -> None:
-        """Apply a round that was closed elsewhere."""
-        self.rows.push(ids, rows, options)
+    def repeat(self, payload: Any, said: Mapping[str, Any]) -> None:
+        ids, rows = unpack_rows(payload, self.table, True)
+        self.rows.push(ids, rows, said["options"])
         self.version += 1
-
-    def about(self) -> dict[str, Any]:
-        """What belongs to the state of the rows and is no tensor."""
-        return {"table": self.number, "version": self.version, "options": self.rows.options()}
-
-    def restore(self, fields: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        """Continue from what `about` and `state_of_table` gave; tensors of other tables are
-        left."""
-        prefix = f"table\t{self.number}\t"
-        with self.lock:
-            self.rows.load(
-                {
-                    name.removeprefix(prefix): value
-                    for name, value in tensors.items()
-                    if name.startswith(prefix)
-                }
-            )
-            self.rows.set_options(fields["options"])
-            self.version = fields["version"]
 
     def serve(self, may: Collection[int] | None = None) -> None:
         """Answer those whose version is reached; and, where that is bounded, those of `may`

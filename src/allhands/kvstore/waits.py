@@ -41,7 +41,6 @@ def report(store: Connected, needs: Sequence[Need]) -> None:
         name: max((store.links[one.server].versions[one.number] for one in own), default=0)
         for name, own in store._pieces.items()
     }
-    pushed |= store._table_versions
     pushed |= {name: max(number, pushed[name]) for kind, name, number in needs if kind == "push"}
     reached: dict[str, dict[str, float]] = {"push": pushed, "init": {}, "barrier": {}}
     if store.rank == 0:
@@ -68,8 +67,8 @@ def missing_rounds(store: Connected, ahead: int) -> list[Need]:
     """The rounds of dense keys whose values have not come; `ahead` of the versions that the worker
     has."""
     found: list[Need] = []
-    for name, own in store._pieces.items():
-        links = [(store.links[one.server], one.number) for one in own]
+    for name in store.shapes:
+        links = [(store.links[one.server], one.number) for one in store._pieces[name]]
         numbers = [
             link.versions[number] + ahead for link, number in links if number in link.targets
         ]

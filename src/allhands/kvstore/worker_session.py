@@ -16,8 +16,9 @@ from safetensors.torch import load, save
 from allhands import wire
 from allhands.errors import UserError
 from allhands.kvstore.chunk_compression import ChunkCompressor
-from allhands.kvstore.chunks import Chunk, Meta
+from allhands.kvstore.chunks import Chunk
 from allhands.kvstore.monitored_socket import MonitoredSocket
+from allhands.kvstore.parts import Meta
 from allhands.kvstore.shard import Shard
 from allhands.kvstore.shard_state import state_of
 from allhands.kvstore.shared_memory import SharedMemory, receive_file, send_file
@@ -231,7 +232,7 @@ class WorkerSession:
         elif self._is_behind():
             read_bytes(self.incoming, frame.nbytes, LONGEST_ROWS)
         elif frame.kind == Kind.PUSH:
-            chunk = shard.chunks[frame.chunk]
+            chunk = shard.parts[frame.chunk]
             meta = self._metas[frame.meta]
             values, buffer = self._values(frame, chunk)
             release = (
@@ -247,19 +248,19 @@ class WorkerSession:
                 chunk, frame.round, meta, values, release, bool(frame.flags & Flag.WANTED), room
             )
         elif frame.kind == Kind.PULL:
-            shard.pull(self, shard.chunks[frame.chunk], frame.round)
+            shard.pull(self, shard.parts[frame.chunk], frame.round)
         elif frame.kind == Kind.INIT:
-            chunk = shard.chunks[frame.chunk]
+            chunk = shard.parts[frame.chunk]
             shard.initialise(chunk, self._values(frame, chunk)[0])
         elif frame.kind == Kind.PUSH_ROWS:
-            table, meta = shard.tables[frame.chunk], self._metas[frame.meta]
+            table, meta = shard.parts[frame.chunk], self._metas[frame.meta]
             ids, rows = unpack_rows(
                 read_bytes(self.incoming, frame.nbytes, LONGEST_ROWS), table.table, True
             )
             if meta is not None:
                 shard.push_rows(table, frame.round, meta, ids, rows)
         elif frame.kind == Kind.PULL_ROWS:
-            table = shard.tables[frame.chunk]
+            table = shard.parts[frame.chunk]
             ids, _ = unpack_rows(
                 read_bytes(self.incoming, frame.nbytes, LONGEST_ROWS), table.table, False
             )
@@ -311,20 +312,16 @@ class WorkerSession:
                     shard.copied()
                     self.reply(request, placed=placed)
                 case "create":
-                    versions = shard.create(said["chunks"])
+                    versions = shard.create(said["forms"])
                     shard.copied()
                     self.reply(request, versions=versions)
-                case "tables":
-                    shard.create_tables(said["tables"])
-                    shard.copied()
-                    self.reply(request)
                 case "ready":
                     shard.wait_initialised(self, request, set(said["chunks"]))
                 case "region":
                     self._region(said)
                     self.reply(request)
                 case "block":
-                    memory, chunks = shard.block(shard.chunks[said["chunk"]].block)
+                    memory, chunks = shard.block(said["chunk"])
                     self._out.put(
                         [message({"op": "reply", "id": request, "chunks": chunks}), memory.fd]
                     )
@@ -359,11 +356,11 @@ class WorkerSession:
                 case "waits":
                     shard.long_wait(self, said)
                 case "versions":
-                    self.reply(request, **shard.versions())
+                    self.reply(request, versions=shard.versions())
                 case "join":
                     self.reply(request, late=shard.join(self, said["begins"]))
                 case "state":
-                    data = save(state_of(shard, said["weights"]))
+                    data = save(state_of(shard))
                     self._out.put([pack(Kind.STATE, meta=request, nbytes=len(data)) + data])
                 case "snapshots":
                     self.reply(
@@ -404,7 +401,7 @@ class WorkerSession:
         memory = SharedMemory(said["nbytes"], receive_file(self._up))
         memory.close_file()
         for number, region, buffer in said["chunks"]:
-            weights = self.shard.chunks[number].weights
+            weights = self.shard.parts[number].weights
             self._regions[number] = memory.view(region, len(weights), weights.dtype)
             if buffer is not None:
                 self._buffers[number] = memory.view(buffer, len(weights), weights.dtype)
