@@ -12,10 +12,7 @@ reduce-scatter 51 ms.
 from __future__ import annotations
 
 import atexit
-import hashlib
-import json
 import logging
-import struct
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -23,10 +20,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from allhands.comm import all_gather_text, broadcast_tensors
+from allhands.comm import broadcast_tensors
 from allhands.errors import UserError
 from allhands.kvstore.bucket import KeyBucket
 from allhands.kvstore.local_store import LocalStore
+from allhands.kvstore.shared_calls import SharedCalls, call_text
 from allhands.kvstore.store import Share
 from allhands.kvstore.store_modes import Mode
 from allhands.world import World, current_world
@@ -35,9 +33,6 @@ _log = logging.getLogger(__name__)
 
 # torch 2.13 has renamed it.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-# Calls of others in which a worker that has left the store still takes part, with no samples.
-_OUTLIVE = ("update", "reduce")
 
 # Open stores of this process's world by number. Workers make them in the same order, so that a
 # number is the same store on all.
@@ -66,6 +61,7 @@ class CollectiveStore(LocalStore):
         self._world = world
         self._closed = False
         self._number = 0
+        self._calls: SharedCalls | None = None  # None: this worker is alone
         if not world.is_alone:
             self._enter()
 
@@ -79,6 +75,14 @@ class CollectiveStore(LocalStore):
         self._number = _made
         _made += 1
         _open[self._number] = self
+        self._calls = SharedCalls(
+            "the workers",
+            range(self.num_workers),
+            self.rank,
+            self._all_of,
+            self._number,
+            _open,
+        )
         atexit.register(self._leave)
 
     # ---------------------------------------------------------- what the workers say to one another
@@ -92,58 +96,32 @@ class CollectiveStore(LocalStore):
     def _follow(self, call: str, about: Any, share: Share | None) -> tuple[Any, list[float]]:
         """What all workers do in this call, and their weights."""
         weight = share.weight if share else 0.0
-        if self._world.is_alone:
+        if self._calls is None:
             return about, [weight]
         if self._closed:
             raise UserError(
                 f"{call}: this worker has closed the store; make a new one on all workers"
             )
-        said, weights = self._say(call, about, weight)
-        own = said[self.rank]
-        shared = (
-            own
-            if not _idle(own)
-            else next((other for other in said if other[:2] == own[:2] and not _idle(other)), own)
-        )
-        for rank, other in enumerate(said):
-            if other != shared and not (
-                call in _OUTLIVE
-                and (other[1] == "close" or (other[:2] == own[:2] and _idle(other)))
-            ):
-                raise UserError(
-                    f"the workers do not make the same calls: worker {self.rank} is in "
-                    f"{_text(own)}, worker {rank} in "
-                    f"{_text(other)}; make the same calls in the same order on all workers"
-                )
-        self._present = sum(other[1] != "close" for other in said)
-        return shared[2], weights
+        found = self._calls.follow(call, about, weight)
+        self._present = self._calls.present
+        return found
 
-    def _say(self, call: str, about: Any, weight: float) -> tuple[list[list[Any]], list[float]]:
-        """What each worker calls, and its weight. The words are exchanged only where hashes
-        differ."""
-        words = json.dumps([self._number, call, about])
-        digest = hashlib.blake2b(words.encode(), digest_size=8).digest()
-        own = torch.tensor(
-            struct.unpack("<qq", digest + struct.pack("<d", weight)), device=self._device
-        )
-        all_ = torch.empty(2 * self.num_workers, dtype=torch.int64, device=self._device)
-        _all_gather(all_, own)
-        pairs = all_.view(-1, 2).tolist()
-        weights = [struct.unpack("<d", struct.pack("<q", bits))[0] for _, bits in pairs]
-        if len({hashed for hashed, _ in pairs}) == 1:
-            return [[self._number, call, about]] * self.num_workers, weights
-        return [json.loads(text) for text in all_gather_text(words, self._world)], weights
+    def _all_of(self, own: torch.Tensor) -> torch.Tensor:
+        own = own.to(self._device)
+        found = own.new_empty(self.num_workers * len(own))
+        _all_gather(found, own)
+        return found.view(self.num_workers, -1).cpu()
 
     def _agree_on_keys(self, forms: dict[str, str]) -> None:
-        if self._world.is_alone:
+        if self._calls is None:
             return
-        said, _ = self._say("init", forms, 0.0)
+        said, _ = self._calls.say("init", forms)
         for rank, other in enumerate(said):
             if other[:2] != [self._number, "init"]:
                 raise UserError(
                     f"the workers do not make the same calls: worker {self.rank} makes keys, "
-                    f"worker {rank} is in "
-                    f"{_text(other)}; make the same calls in the same order on all workers"
+                    f"worker {rank} is in {call_text(other)}; make the same calls in the same "
+                    "order on all of them"
                 )
         # Worker 0 is right: its values are taken. It names the first that differs.
         different = [rank for rank, other in enumerate(said) if other != said[0]]
@@ -227,41 +205,32 @@ class CollectiveStore(LocalStore):
     def close(self) -> None:
         """Leave the store, when all workers do. Until then this worker takes part in the steps of
         the others, with no samples."""
-        if self._closed or self._world.is_alone:
+        if self._closed or self._calls is None:
             return
         atexit.unregister(self._leave)
-        while True:
-            said, weights = self._say("close", None, 0.0)
-            others = {
-                json.dumps(one): one for one in said if one != said[self.rank] and not _idle(one)
-            }
-            if not others:
-                if all(one == said[self.rank] for one in said):
-                    break
-                continue  # those who are left have no samples either, and are told so
-            other = next(iter(others.values()))
-            number, call, about = other
-            if len(others) > 1 or call not in _OUTLIVE:
-                self._left()
-                raise UserError(
-                    f"worker {self.rank} has left the store, while others are in {_text(other)}; "
-                    "make the same calls in the same order on all workers"
-                )
-            if call == "update":
-                names, *rest = about
-                _open[number]._update(names, {}, weights, *rest)
-            else:
-                forms, expected = about
-                zeros = {
-                    name: torch.zeros(shape, dtype=getattr(torch, dtype))
-                    for name, (shape, dtype) in forms.items()
-                }
-                _open[number]._reduce(zeros, weights, expected)
-        self._left()
+        try:
+            self._calls.leave()
+        finally:
+            self._closed = True
+            _open.pop(self._number, None)
 
-    def _left(self) -> None:
-        self._closed = True
-        _open.pop(self._number, None)
+    def idle(self, about: Any) -> bool:
+        """Whether an `update` is that of a worker that has no keys."""
+        return not about[0]
+
+    def take_part(self, call: str, about: Any, weights: Sequence[float]) -> None:
+        """Do what the others do, with nothing of this worker's own."""
+        if call == "update":
+            names, *rest = about
+            if names:  # else those who are left have no samples either, and are told so
+                self._update(names, {}, weights, *rest)
+        elif call == "reduce":
+            forms, expected = about
+            zeros = {
+                name: torch.zeros(shape, dtype=getattr(torch, dtype))
+                for name, (shape, dtype) in forms.items()
+            }
+            self._reduce(zeros, weights, expected)
 
     def _leave(self) -> None:
         """At the normal end of a script; after an error the others see the group end."""
@@ -271,19 +240,6 @@ class CollectiveStore(LocalStore):
             self.close()
         except (UserError, RuntimeError) as error:
             _log.warning("leaving the store: %s", error)
-
-
-def _idle(said: Sequence[Any]) -> bool:
-    """Whether this is a step of a worker that has no keys."""
-    return said[1] == "update" and not said[2][0]
-
-
-def _text(said: Sequence[Any]) -> str:
-    """A call in an error message."""
-    number, call, about = said
-    text = json.dumps(about)
-    shown = "" if about is None else f" {text if len(text) <= 200 else text[:199] + '…'}"
-    return f"'{call}{shown}'" + (f" of store {number + 1}" if number else "")
 
 
 def _named(keys: Iterable[str]) -> str:

@@ -27,7 +27,8 @@ from allhands.kvstore.credentials import key as server_key
 from allhands.kvstore.optimizers import OptimizerSpec
 from allhands.kvstore.placement import KeyPiece, dtype_name
 from allhands.kvstore.rules import check_servers, rules_of
-from allhands.kvstore.server_link import LAST, TRANSPORT, TRANSPORTS, ServerLink
+from allhands.kvstore.server_link import LAST, ServerLink
+from allhands.kvstore.server_sockets import TRANSPORT, TRANSPORTS
 from allhands.kvstore.server_states import put_together, taken_apart
 from allhands.kvstore.shared_memory import ChunkOffsets, SharedMemory, offsets
 from allhands.kvstore.staging import Staging

@@ -6,11 +6,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import hashlib
-import json
 import os
 import socket
-import struct
 import sys
 import threading
 import time
@@ -129,23 +126,11 @@ class HostGroup:
 
     # ------------------------------------------------------------------ words
 
-    def say(self, said: list[Any], weight: float) -> tuple[list[list[Any]], list[float]]:
-        """What each worker calls, and its weight, by place. The words are exchanged only where
-        hashes differ."""
-        words = json.dumps(said, sort_keys=True)
-        digest = hashlib.blake2b(words.encode(), digest_size=8).digest()
-        own = torch.tensor(
-            struct.unpack("<qqq", digest + struct.pack("<dq", weight, len(words.encode())))
-        )
-        pairs = [row.tolist() for row in self._all_of(own)]
-        weights = [struct.unpack("<d", struct.pack("<q", bits))[0] for _, bits, _ in pairs]
-        if len({hashed for hashed, _, _ in pairs}) == 1:
-            return [said] * self.size, weights
-        longest = max(length for _, _, length in pairs)
-        texts = self._all_of(
-            torch.frombuffer(bytearray(words.encode().ljust(longest)), dtype=torch.uint8)
-        )
-        return [json.loads(bytes(text.numpy())) for text in texts], weights
+    def all_of(self, own: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors of all workers, which are alike in form, by place."""
+        found = [torch.empty_like(own) for _ in self.ranks]
+        self._wait(self._group("cpu").allgather([found], [own]), own)
+        return found
 
     def lead(self, work: Callable[[], Sequence[float] | None]) -> list[float]:
         """Let the leader do something for all; up to three numbers that it gives. Its error is
@@ -197,11 +182,6 @@ class HostGroup:
                     store, self.place, self.size, _ANY_TIME
                 )
         return self._groups[device]
-
-    def _all_of(self, own: torch.Tensor) -> list[torch.Tensor]:
-        found = [torch.empty_like(own) for _ in self.ranks]
-        self._wait(self._group("cpu").allgather([found], [own]), own)
-        return found
 
     def _wait(self, work: Any, values: torch.Tensor) -> None:
         """Wait for a collective on such values, or for the news that a worker is lost.

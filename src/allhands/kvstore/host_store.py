@@ -9,7 +9,6 @@ A worker of eight on a host would otherwise send eight times what the host has t
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import os
 import sys
@@ -24,6 +23,7 @@ from allhands.errors import AllhandsError, UserError, WorldError
 from allhands.kvstore.host_group import HostGroup
 from allhands.kvstore.optimizers import OptimizerSpec
 from allhands.kvstore.served import ServedStore
+from allhands.kvstore.shared_calls import SharedCalls
 from allhands.kvstore.store import KVStore, Share, Step
 from allhands.kvstore.store_modes import Mode
 from allhands.kvstore.store_state import StoreState, packed, part_of, unpacked
@@ -32,9 +32,6 @@ from allhands.launch import worker
 from allhands.world import World, init
 
 _log = logging.getLogger(__name__)
-
-# Calls of others in which a worker that has left the store still takes part, with no samples.
-_OUTLIVE = ("update", "reduce", "push", "pull")
 
 _group: HostGroup | None = None
 
@@ -113,7 +110,14 @@ class HostStore(KVStore):
         self._group, self._served, self._closed = group, served, False
         self._dense: ServedStore | None = own if group.leads else None
         self._rows: ServedStore | None = None
-        self._number = len(group.stores)
+        self._calls = SharedCalls(
+            "the workers of a host",
+            group.ranks,
+            group.place,
+            group.all_of,
+            len(group.stores),
+            group.stores,
+        )
         group.stores.append(self)
         if self._dense is None:
             own.close()  # the servers count on it no more
@@ -123,25 +127,11 @@ class HostStore(KVStore):
 
     # ---------------------------------------------- what the workers of the host say to one another
 
-    def _meet(
-        self, call: str, about: Any, weight: float = 0.0, closing: bool = False
-    ) -> tuple[Any, list[float]]:
+    def _meet(self, call: str, about: Any, weight: float = 0.0) -> tuple[Any, list[float]]:
         """What all workers of the host do in this call, and their weights."""
-        if self._closed and not closing:
+        if self._closed:
             raise UserError(f"{call}: this store was closed; create another")
-        said, weights = self._group.say([self._number, call, about], weight)
-        own = said[self._group.place]
-        alike = [one for one in said if one[:2] == own[:2]]
-        shared = next((one for one in alike if not _idle(one)), alike[0])
-        for rank, one in zip(self._group.ranks, said, strict=True):
-            late = call in _OUTLIVE and (one[1] == "close" or (one[:2] == own[:2] and _idle(one)))
-            if one != shared and not late:
-                raise UserError(
-                    f"the workers of a host do not make the same calls: worker {self.rank} is in "
-                    f"{_text(own)}, worker {rank} in "
-                    f"{_text(one)}; make the same calls in the same order on all of them"
-                )
-        return shared[2], weights
+        return self._calls.follow(call, about, weight)
 
     def _lead(self, work: Callable[[ServedStore], Any]) -> list[float]:
         return self._group.lead(lambda: work(self._dense) if self._dense is not None else None)
@@ -420,26 +410,13 @@ class HostStore(KVStore):
         atexit.unregister(self._leave)
         if self._rows is not None:
             self._rows.close()
-        while self._group.wait_state.failure is None:
-            said, weights = self._group.say([self._number, "close", None], 0.0)
-            own = said[self._group.place]
-            others = [one for one in said if one != own]
-            if not others:
-                break
-            number, call, about = shared = next(
-                (one for one in others if not _idle(one)), others[0]
-            )
-            if call not in _OUTLIVE or any(
-                one != shared and not (_idle(one) and one[:2] == shared[:2]) for one in others
-            ):
-                calls = " and in ".join(map(_text, others))
-                raise UserError(
-                    f"worker {self.rank} has left the store, while others of its host are in "
-                    f"{calls}; make the same calls in the same order on all of them"
-                )
-            self._group.stores[number].take_part(call, about, weights)
+        self._calls.leave(lambda: self._group.wait_state.failure is not None)
         if self._dense is not None:
             self._dense.close()
+
+    def idle(self, about: Any) -> bool:
+        """Whether an `update` is that of a worker that has no keys."""
+        return not about["keys"] and not about["rows"]
 
     def take_part(self, call: str, about: Any, weights: Sequence[float]) -> None:
         """Do what the others do, with nothing of this worker's own."""
@@ -478,16 +455,3 @@ def _no_rows(table: RowSparse) -> torch.Tensor:
     return torch.sparse_coo_tensor(
         ids, none, (table.rows, table.columns), is_coalesced=True, check_invariants=False
     )
-
-
-def _idle(said: Sequence[Any]) -> bool:
-    """Whether this is a step of a worker that has no keys."""
-    return said[1] == "update" and not said[2]["keys"] and not said[2]["rows"]
-
-
-def _text(said: Sequence[Any]) -> str:
-    """A call in an error message."""
-    number, call, about = said
-    text = json.dumps(about)
-    shown = "" if about is None else f" {text if len(text) <= 200 else text[:199] + '…'}"
-    return f"'{call}{shown}'" + (f" of store {number + 1}" if number else "")

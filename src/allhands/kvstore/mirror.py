@@ -11,8 +11,6 @@ it: the same update of the same numbers gives the same numbers.
 from __future__ import annotations
 
 import contextlib
-import os
-import secrets
 import socket
 import threading
 import time
@@ -24,7 +22,7 @@ from safetensors.torch import load, save
 
 from allhands import wire
 from allhands.errors import WorldError
-from allhands.kvstore.credentials import tls_contexts
+from allhands.kvstore.server_sockets import connect
 from allhands.kvstore.shard_state import load_whole, settings_of
 from allhands.kvstore.wire_frames import (
     HEADER_BYTES,
@@ -66,7 +64,6 @@ class Mirror:
         self._patience = patience
         self.shard, self.target = shard, (shard.number + 1) % shard.servers
         self._store, self._token, self._find = store, token, find
-        self._tls = tls_contexts(os.environ)
         self._up: socket.socket | None = None
         self._down: socket.socket | None = None
         # The order of what is sent; taken after a chunk's or a table's lock.
@@ -125,52 +122,19 @@ class Mirror:
 
     def _connect(self, anew: bool) -> None:
         """Connect; with `anew`, for a copy that begins with nothing."""
-        where, session = self._find(self.target), secrets.token_hex(8)
-        links: list[socket.socket] = []
-        try:
-            for side in (
-                "up",
-                "down",
-            ):  # two, because a connection with TLS is not read and written at once
-                said = {
-                    "session": session,
-                    "side": side,
-                    "mirror": self.shard.number,
-                    "store": self._store,
-                    "rules": self.shard.rules,
-                }
-                links.append(
-                    wire.join(lambda: self._open(where), self._token, said, self._patience)
-                )
-                links[-1].settimeout(self._patience)
-        except BaseException:
-            for link in links:
-                link.close()
-            raise
+        said = {"mirror": self.shard.number, "store": self._store, "rules": self.shard.rules}
+        up, down, _ = connect(self._find(self.target), self._token, said, patience=self._patience)
+        for link in (up, down):
+            link.settimeout(self._patience)
         with self._sending:
             self._has.clear()
             self._known.clear()
             with self._changed:
                 self._sent = self._taken = 0
-                self._up, self._down = links
+                self._up, self._down = up, down
             if anew:  # before a round is sent
                 self._say({"op": "fill"})
-        threading.Thread(target=self._read, args=tuple(links), name="mirror", daemon=True).start()
-
-    def _open(self, where: Mapping[str, Any]) -> socket.socket:
-        if where["unix"]:
-            link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            try:
-                link.connect("\0" + where["unix"])
-                return link
-            except OSError:  # another host, or it is gone
-                link.close()
-        link = socket.create_connection((where["address"], where["port"]), timeout=self._patience)
-        try:
-            return link if self._tls is None else self._tls[1].wrap_socket(link)
-        except OSError:
-            link.close()
-            raise
+        threading.Thread(target=self._read, args=(up, down), name="mirror", daemon=True).start()
 
     def _read(self, up: socket.socket, down: socket.socket) -> None:
         header = bytearray(HEADER_BYTES)

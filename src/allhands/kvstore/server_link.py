@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import os
 import queue
-import secrets
 import socket
 import threading
 from collections.abc import Callable, Mapping
@@ -19,7 +18,8 @@ from safetensors.torch import load
 from allhands import wire
 from allhands.comm.codecs import Codec
 from allhands.errors import AllhandsError, UserError, WorldError
-from allhands.kvstore.credentials import tls_contexts, token_from
+from allhands.kvstore.credentials import token_from
+from allhands.kvstore.server_sockets import connect
 from allhands.kvstore.shared_memory import ChunkOffsets, SharedMemory, copy, receive_file, send_file
 from allhands.kvstore.wait_state import PendingReply, WaitState
 from allhands.kvstore.wire_frames import (
@@ -42,10 +42,6 @@ BEAT_EVERY = 1.0
 # Priorities of what goes before, and after, everything that waits to be sent.
 FIRST = 1 << 60
 LAST = -FIRST
-TRANSPORT = "ALLHANDS_KVSTORE_TRANSPORT"
-# Left to itself, a worker takes the last one that the server's host allows: memory only when it is
-# the same host.
-TRANSPORTS = ("tcp", "unix", "shared")
 
 
 class ServerLink:
@@ -107,20 +103,15 @@ class ServerLink:
     # ------------------------------------------------------------------ connecting
 
     def _connect(self, said: Mapping[str, Any]) -> None:
-        token, session = token_from(os.environ), secrets.token_hex(8)
-        links: dict[str, socket.socket] = {}
-        for side in ("up", "down"):
-            try:
-                words = {**said, "session": session, "side": side, "maps": False}
-                links[side] = wire.join(lambda: self._open(words), token, words)  # noqa: B023
-            except (wire.RefusedError, OSError, EOFError) as error:
-                for link in links.values():
-                    link.close()
-                raise WorldError(
-                    f"{self.name} at {self.where['address']}:{self.where['port']} cannot be used: "
-                    f"{error or 'no answer'}"
-                ) from error
-        self._up, self._down = links["up"], links["down"]
+        try:
+            self._up, self._down, self.local = connect(
+                self.where, token_from(os.environ), said, self.transport
+            )
+        except (wire.RefusedError, OSError, EOFError) as error:
+            raise WorldError(
+                f"{self.name} at {self.where['address']}:{self.where['port']} cannot be used: "
+                f"{error or 'no answer'}"
+            ) from error
         self._threads = [
             threading.Thread(target=work, name=f"kvstore-{self.number}", daemon=True)
             for work in (self._send, self._read, self._beat)
@@ -141,27 +132,6 @@ class ServerLink:
         if answer["failed"]:
             raise WorldError(answer["failed"])
         self.again = bool(answer["again"])
-
-    def _open(self, said: dict[str, Any]) -> socket.socket:
-        if self.where["unix"] and self.transport != "tcp":
-            link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            try:
-                link.connect("\0" + self.where["unix"])
-                said["maps"] = self.local = self.transport != "unix"
-                return link
-            except OSError:  # another host, or another network namespace
-                link.close()
-        if self.transport in ("unix", "shared"):
-            raise OSError(
-                f"{TRANSPORT}={self.transport}, but it is on another host; leave the variable out"
-            )
-        link = socket.create_connection((self.where["address"], self.where["port"]), timeout=10.0)
-        contexts = tls_contexts(os.environ)
-        try:
-            return link if contexts is None else contexts[1].wrap_socket(link)
-        except OSError:
-            link.close()
-            raise
 
     # ------------------------------------------------------------------ sending
 
