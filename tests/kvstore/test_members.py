@@ -13,7 +13,7 @@ import torch
 
 from allhands.errors import WorldError
 from allhands.kvstore.chunks import Chunk
-from allhands.kvstore.connected import first_rounds
+from allhands.kvstore.joining import first_rounds
 from allhands.kvstore.key_rounds import KeyRounds
 from allhands.kvstore.members import Members
 from allhands.kvstore.served import ServedStore

@@ -380,7 +380,7 @@ def used_store() -> KVStore:
             "of which 1 are not among the 2 that the Trainer trains",
         ),
         ((line(), "sgd", {"lr_scheduler": 3}), {}, "lr_scheduler is a int"),
-        ((line(), "sgd"), {"reduction": "avg"}, "reduction='avg'; it must be 'sum' or 'mean'"),
+        ((line(), "sgd"), {"reduction": "avg"}, "reduction='avg'; it must be one of 'sum', 'mean'"),
         ((line(), "sgd"), {"aggregate": "avg"}, "aggregate='avg'"),
         ((line(), "sgd"), {"clip_norm": 0.0}, "clip_norm=0.0"),
         ((line(), "sgd"), {"kvstore": 3}, "kvstore is a int"),

@@ -13,13 +13,13 @@ from allhands.errors import UserError
 from allhands.kvstore.bucket import weight_factor
 from allhands.kvstore.chunk_compression import ChunkCompressor
 from allhands.kvstore.optimizers import ChunkOptimizer, OptimizerSpec
-from allhands.kvstore.parts import Meta, Part, StepWorker, lead_of
+from allhands.kvstore.parts import KeyPart, Meta, StepWorker, lead_of
 
 _WEIGHTS, _SENT, _RESIDUAL = "weights", "sent", "residual"
 ANEW = "anew"  # the chunk's optimizer is to have its first state
 
 
-class Chunk(Part):
+class Chunk(KeyPart):
     """Numbers `start` to `stop` of a key.
 
     Attributes:
@@ -233,6 +233,24 @@ class Chunk(Part):
             mirror.settle(self, ticket)
         self.serve()
         return metas
+
+    def step_alone(
+        self,
+        meta: Meta,
+        values: torch.Tensor,
+        release: Callable[[], None],
+        room: torch.Tensor | None,
+        options: dict[str, Any] | None,
+    ) -> None:
+        """Apply one worker's push by itself. The lock is held."""
+        self.added, self.total, self.held, self.room = [meta], values, [release], room
+        try:
+            self.combine()
+            self.apply(options)
+        finally:
+            self.clear()
+        self.version += 1
+        self.seen[meta.worker.rank] += 1
 
     def repeat(self, payload: torch.Tensor, said: Mapping[str, Any]) -> None:
         self.total = payload.view(self.weights.dtype)

@@ -106,11 +106,11 @@ class CollectiveStore(LocalStore):
         self._present = self._calls.present
         return found
 
-    def _all_of(self, own: torch.Tensor) -> torch.Tensor:
+    def _all_of(self, own: torch.Tensor) -> Iterable[torch.Tensor]:
         own = own.to(self._device)
         found = own.new_empty(self.num_workers * len(own))
         _all_gather(found, own)
-        return found.view(self.num_workers, -1).cpu()
+        return found.view(self.num_workers, -1).cpu().unbind()
 
     def _agree_on_keys(self, forms: dict[str, str]) -> None:
         if self._calls is None:

@@ -73,13 +73,7 @@ def _once(store: Connected) -> int | None:
             link.versions = {int(one): version for one, version in told["versions"].items()}
     for link in store.links:
         if not link.shares:  # it is new
-            here = [
-                (name, one)
-                for name in store.shapes
-                for one in store._pieces[name]
-                if one.server == link.number
-            ]
-            store._share([link], here)
+            store._share([link], store.pieces_on(link, store.shapes))
     if step is not None:
         store._unread.clear()
     return step
@@ -109,9 +103,7 @@ def _seen(store: Connected, link: ServerLink) -> dict[str, int]:
     return {
         # A round of rows is counted when they are pushed.
         str(one.number): link.versions[one.number] - (name in store._kept or name in store.tables)
-        for name, own in store._pieces.items()
-        for one in own
-        if one.server == link.number
+        for name, one in store.pieces_on(link, store._pieces)
     }
 
 

@@ -11,7 +11,7 @@ import secrets
 import socket
 import sys
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Self
 
@@ -24,6 +24,7 @@ from allhands.kvstore import servers_of_job
 from allhands.kvstore.chunk_compression import ChunkCompressor
 from allhands.kvstore.comeback import come_back
 from allhands.kvstore.credentials import key as server_key
+from allhands.kvstore.joining import join
 from allhands.kvstore.optimizers import OptimizerSpec
 from allhands.kvstore.placement import KeyPiece, dtype_name
 from allhands.kvstore.rules import check_servers, rules_of
@@ -206,12 +207,7 @@ class Connected(KVStore):
             name: value.detach().to("cpu").contiguous().view(-1) for name, value in given.items()
         }
         for link in self.links:
-            here = [
-                (name, piece)
-                for name in named
-                for piece in self._pieces[name]
-                if piece.server == link.number
-            ]
+            here = self.pieces_on(link, named)
             parts = []
             for name, piece in here:
                 value, form = named[name], forms[name]
@@ -235,19 +231,19 @@ class Connected(KVStore):
             self.links, [(name, one) for name in dense for one in self._pieces[name]], buffers=True
         )
         for link in self.links:
-            numbers = [
-                one.number
-                for name in dense
-                for one in self._pieces[name]
-                if one.server == link.number
-            ]
+            numbers = [one.number for _, one in self.pieces_on(link, dense)]
             link.answer(
                 link.begin("ready", chunks=numbers),
                 "init: the first values, which worker 0 gives",
                 lambda: report(self, [("init", name, 1) for name in dense]),
             )
         if self._again:
-            self._join(list(named))
+            join(self, list(named))
+
+    def pieces_on(self, link: ServerLink, names: Iterable[str]) -> list[tuple[str, KeyPiece]]:
+        """The pieces of these keys that a server has."""
+        own = [(name, one) for name in names for one in self._pieces[name]]
+        return [(name, one) for name, one in own if one.server == link.number]
 
     def _share(
         self,
@@ -283,31 +279,6 @@ class Connected(KVStore):
         for name, start in first.items():
             shape, dtype = self.shapes[name]
             self._buffers[name] = memory.view(start, shape.numel(), dtype).view(shape)
-
-    def _join(self, names: Sequence[str]) -> None:
-        """Take part again, in these keys, from rounds on that have begun nowhere."""
-        late: set[str] = set()
-        while True:
-            newest: dict[int, int] = {}
-            for link in self.links:
-                for number, version in link.ask("versions")["versions"].items():
-                    # A table has one number on all servers.
-                    newest[int(number)] = max(version, newest.get(int(number), 0))
-            begins = first_rounds(
-                {name: max(newest[one.number] for one in self._pieces[name]) for name in names},
-                late,
-            )
-            found = {
-                name for link in self.links for name in link.ask("join", begins=begins)["late"]
-            }
-            if not found:
-                break
-            late |= found
-        for name in names:
-            for piece in self._pieces[name]:
-                self.links[piece.server].versions[piece.number] = (
-                    begins[name] - 1 if self._sync else newest[piece.number]
-                )
 
     # ------------------------------------------------------------------ settings, meeting, state
 
@@ -393,13 +364,12 @@ class Connected(KVStore):
                 found[name] = torch.cat(parts)
         return found
 
-    def load_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
-        if self._codec is None:
-            raise UserError(
-                "load_residuals: the store does not compress; call set_gradient_compression first"
-            )
+    def _compresses(self) -> bool:
+        return self._codec is not None
+
+    def _load_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
+        assert self._codec is not None
         for name, values in residuals.items():
-            self._check_residual(name, values)
             for piece in self._pieces[name]:
                 compressor = self._compressors.setdefault(
                     piece.number, ChunkCompressor(self._codec, piece.stop - piece.start)
@@ -476,26 +446,3 @@ class Connected(KVStore):
         else:
             for link in self.links:
                 link.abandon()
-
-
-def first_rounds(newest: Mapping[str, int], late: Collection[str] = ()) -> dict[str, int]:
-    """From which rounds on a worker that came again counts, by key.
-
-    It is the next one, at which a key stays that is not pushed any more; or the one after that
-    where the next one has begun, as it may be over on one server before the worker has asked
-    another. Keys whose rounds are at most one apart are stepped together, and begin together.
-
-    Args:
-        newest: the newest round of each key.
-        late: keys whose next round had begun on some server when the worker asked to be counted.
-    """
-    begins: dict[str, int] = {}
-    together: list[str] = []
-    for name in sorted(newest, key=lambda name: newest[name]):
-        if together and newest[name] > newest[together[-1]] + 1:
-            together = []
-        together.append(name)
-        begins |= dict.fromkeys(
-            together, newest[name] + (1 if set(late).isdisjoint(together) else 2)
-        )
-    return begins

@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple
 from datetime import timedelta
 from typing import Any
 
@@ -27,7 +28,7 @@ from allhands.kvstore.shared_calls import SharedCalls
 from allhands.kvstore.store import KVStore, Share, Step
 from allhands.kvstore.store_modes import Mode
 from allhands.kvstore.store_state import StoreState, packed, part_of, unpacked
-from allhands.kvstore.values import RowSparse, check_rows
+from allhands.kvstore.values import RowSparse
 from allhands.launch import worker
 from allhands.world import World, init
 
@@ -200,18 +201,13 @@ class HostStore(KVStore):
         groups: Sequence[Mapping[str, Any]] | None = None,
         clip_norm: float | None = None,
     ) -> Step:
-        if self.optimizer is None:
-            raise UserError("update: the store has no optimizer; call set_optimizer first")
-        rows = {name: grad for name, grad in grads.items() if name in self.tables}
-        dense = {name: grad for name, grad in grads.items() if name not in self.tables}
+        self._check_optimizer("update")
+        dense, rows = self._checked_gradients(grads)
         if rows and dense and clip_norm is not None:
             raise UserError(
                 f"clip_norm over keys of rows and others in create('{self.type}'), where rows do "
                 "not travel with the host's sum; write create('dist_sync'), or leave clip_norm out"
             )
-        for name, grad in rows.items():
-            check_rows(name, grad, self.tables[name])
-        self._check_all(dense, "the gradient")
         self._check_all(outs, "out")
         about = {
             "keys": sorted(dense),
@@ -251,10 +247,10 @@ class HostStore(KVStore):
         _, new = self._place(read, "new", device)
         share = Share(sum(weights), about["expected"])
         numbers = self._lead(
-            lambda store: _numbers(store.update(sums, new, share, about["groups"], about["clip"]))
+            lambda store: astuple(store.update(sums, new, share, about["groups"], about["clip"]))
         )
         self._spread(read, "new", device, outs)
-        return Step(int(numbers[0]), int(numbers[1]), int(numbers[2]))
+        return Step(*map(int, numbers))
 
     def reduce(self, grads: Mapping[str, torch.Tensor], share: Share) -> Step:
         self._check_all(grads, "the gradient")
@@ -271,10 +267,10 @@ class HostStore(KVStore):
         keys, device = about["keys"], about["device"]
         sums = self._add_up(keys, grads, device)
         numbers = self._lead(
-            lambda store: _numbers(store.reduce(sums, Share(sum(weights), about["expected"])))
+            lambda store: astuple(store.reduce(sums, Share(sum(weights), about["expected"])))
         )
         self._spread(keys, "sums", device, grads)
-        return Step(int(numbers[0]), int(numbers[1]), int(numbers[2]))
+        return Step(*map(int, numbers))
 
     def _push(self, name: str, value: torch.Tensor, priority: int, share: Share) -> None:
         if name in self.tables:
@@ -309,10 +305,6 @@ class HostStore(KVStore):
     def _pull_rows(self, name: str, ids: torch.Tensor, out: torch.Tensor) -> None:
         assert self._rows is not None
         self._rows._pull_rows(name, ids, out)
-
-    def _check_all(self, values: Mapping[str, torch.Tensor], what: str) -> None:
-        for name, value in values.items():
-            self._check_like(name, value, what)
 
     # ------------------------------------------------------------------ keys, settings, state
 
@@ -357,7 +349,10 @@ class HostStore(KVStore):
         others."""
         return {} if self._dense is None else self._dense.residuals()
 
-    def load_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
+    def _compresses(self) -> bool:
+        return self._dense is None or self._dense._compresses()
+
+    def _load_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
         if self._dense is not None:
             self._dense.load_residuals(residuals)
         elif residuals:
@@ -437,10 +432,6 @@ class HostStore(KVStore):
                 self.close()
             except AllhandsError as error:
                 _log.warning("leaving the store: %s", error)
-
-
-def _numbers(step: Step) -> list[float]:
-    return [step.number, step.workers, step.staleness]
 
 
 def _device_of(values: Iterable[torch.Tensor]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,180 +14,16 @@ from allhands.comm.clipping import check_clip_norm, clip_factor, square_of
 from allhands.comm.codecs import NO_CODEC
 from allhands.errors import UserError
 from allhands.kvstore.bucket import KeyBucket, weight_factor
+from allhands.kvstore.local_keys import LocalKeys, each
 from allhands.kvstore.narrow import Narrow
 from allhands.kvstore.optimizers import OptimizerSpec
-from allhands.kvstore.store import KVStore, Share, Step
-from allhands.kvstore.store_modes import Mode
+from allhands.kvstore.store import Share, Step
 from allhands.kvstore.store_state import StoreState
-from allhands.kvstore.tables import Table
-from allhands.kvstore.values import RowSparse, check_rows
 
 
-class LocalStore(KVStore):
+class LocalStore(LocalKeys):
     """One worker's store. "local" keeps the values on the CPU, "device" where the first value of
-    each key lies.
-
-    Args:
-        mode: what `create` was given.
-        rank, num_workers: who takes part.
-        device: where all values are kept; None: where they are when they are declared.
-    """
-
-    def __init__(
-        self, mode: Mode, rank: int = 0, num_workers: int = 1, device: torch.device | None = None
-    ) -> None:
-        super().__init__(mode, rank, num_workers)
-        self._device = device
-        self._buckets: dict[str, KeyBucket] = {}
-        self._rows: dict[str, Table] = {}
-        self._unread: set[str] = set()
-        self._steps = 0
-        self._present = num_workers
-        self._reduced: tuple[dict[str, Any], list[KeyBucket]] = {}, []
-        self._narrow: Narrow | None = None
-
-    # -------------------------------------------------------- what CollectiveStore does with others
-
-    def _meet(self, call: str, about: Any, share: Share | None = None) -> list[float]:
-        """Make sure that all workers make this call with these arguments; returns their weights, by
-        rank."""
-        return [share.weight if share else 0.0]
-
-    def _meet_in_step(self, about: list[Any], share: Share) -> tuple[list[Any], list[float]]:
-        """The same for `update`, in which a worker without keys does what the others do; returns
-        also what that is."""
-        return about, self._meet("update", about, share)
-
-    def _agree_on_keys(self, forms: dict[str, str]) -> None:
-        """Make sure that all workers declare these keys; `forms` say what each of them is."""
-
-    def _take_first(self, values: torch.Tensor) -> None:
-        """Overwrite `values` with those of rank 0."""
-
-    def _sum(self, values: torch.Tensor, bucket: KeyBucket) -> torch.Tensor:
-        """This rank's part of the sum over the workers, of a tensor as long as the bucket."""
-        return values
-
-    def _gather(self, bucket: KeyBucket, part: torch.Tensor, whole: torch.Tensor) -> None:
-        """Put the parts of all ranks together, which are cut as the bucket is."""
-        if bucket.layout is not None:
-            bucket.put_together(self._swap([part] * self.num_workers), whole)
-        elif part.data_ptr() != whole.data_ptr():
-            whole.copy_(part)
-
-    def _total(self, number: float) -> float:
-        """The sum over the workers."""
-        return number
-
-    def _swap(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Send the n-th tensor to rank n; returns what each rank sent here."""
-        return list(tensors)
-
-    # ------------------------------------------------------------------ keys
-
-    def declare(
-        self,
-        named: Mapping[str, torch.Tensor | RowSparse],
-        complete: bool = False,
-        groups: Mapping[str, int] | None = None,
-    ) -> None:
-        forms = {}
-        for name in sorted(named):
-            if name in self.shapes or name in self.tables:
-                raise UserError(
-                    f"the key '{name}' is in the store already; make a new store for another "
-                    "training"
-                )
-            forms[name] = _form(named[name], (groups or {}).get(name, 0))
-        self._agree_on_keys(forms)
-        alike: dict[tuple[str, int, str], list[str]] = defaultdict(list)
-        for name in forms:
-            value = named[name]
-            if isinstance(value, RowSparse):
-                self.tables[name] = value
-                self._rows[name] = Table(
-                    value,
-                    self.optimizer,
-                    (groups or {}).get(name, 0),
-                    self.rank,
-                    self.num_workers,
-                    self._swap,
-                )
-            else:
-                self.shapes[name] = (value.shape, value.dtype)
-                place = str(self._device or value.device)
-                alike[str(value.dtype), (groups or {}).get(name, 0), place].append(name)
-        for (_, group, place), names in sorted(alike.items()):
-            values: dict[str, torch.Tensor] = {name: named[name] for name in names}  # type: ignore[misc]
-            bucket = self._bucket(values, group, torch.device(place))
-            self._take_first(bucket.whole)
-            bucket.part.copy_(bucket.own(bucket.whole))
-            self._add(bucket)
-
-    def _bucket(
-        self, values: Mapping[str, torch.Tensor], group: int, device: torch.device
-    ) -> KeyBucket:
-        layout = self._narrow.layout(values) if self._narrow is not None else None
-        return KeyBucket(values, group, device, self.rank, self.num_workers, layout)
-
-    def _add(self, bucket: KeyBucket) -> None:
-        for name in bucket.names:
-            self._buckets[name] = bucket
-
-    def _buckets_of(self, names: Iterable[str]) -> list[KeyBucket]:
-        """The buckets that hold these keys and no others. A bucket that also holds others is cut in
-        two for good.
-
-        All workers ask for the same keys, so that all of them cut alike.
-        """
-        wanted = set(names)
-        found = []
-        for bucket in _each(self._buckets[name] for name in sorted(wanted)):
-            asked = [name for name in bucket.names if name in wanted]
-            if len(asked) < len(bucket.names):
-                others = [name for name in bucket.names if name not in wanted]
-                found.append(self._cut(bucket, [asked, others])[0])
-            else:
-                found.append(bucket)
-        return found
-
-    def _cut(self, bucket: KeyBucket, pieces: Sequence[Sequence[str]]) -> list[KeyBucket]:
-        tensors, numbers = self._state_of(bucket)
-        true = bucket.views
-        if bucket.layout is not None:  # the workers have something else
-            self._gather(bucket, bucket.part, whole := torch.empty_like(bucket.whole))
-            true = bucket.cut(whole)
-        made = []
-        for names in pieces:
-            new = self._bucket(
-                {name: bucket.views[name] for name in names}, bucket.group, bucket.whole.device
-            )
-            new.part.copy_(new.own(new.filled(true, torch.empty_like(new.whole))))
-            if bucket.optimizer is not None:
-                assert self.optimizer is not None
-                new.load(
-                    {name: {key: tensors[name][key] for key in names} for name in tensors},
-                    numbers,
-                    self.optimizer,
-                )
-            self._add(new)
-            made.append(new)
-        return made
-
-    def _state_of(
-        self, bucket: KeyBucket
-    ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, float]]:
-        """The optimizer's state of a bucket: tensors by the state's name, then by key; and
-        numbers."""
-        if bucket.optimizer is None:
-            return {}, {}
-        tensors, numbers = bucket.optimizer.state()
-        found = {}
-        for name, part in sorted(tensors.items()):
-            whole = part.new_empty(len(bucket.whole))
-            self._gather(bucket, part, whole)
-            found[name] = bucket.cut(whole)
-        return found, numbers
+    each key lies."""
 
     # ------------------------------------------------------------------ rounds
 
@@ -229,13 +65,8 @@ class LocalStore(KVStore):
         groups: Sequence[Mapping[str, Any]] | None = None,
         clip_norm: float | None = None,
     ) -> Step:
-        if self.optimizer is None:
-            raise UserError("update: the store has no optimizer; call set_optimizer first")
-        for name, grad in grads.items():
-            if name in self.tables:
-                check_rows(name, grad, self.tables[name])
-            else:
-                self._check_like(name, grad, "the gradient")
+        self._check_optimizer("update")
+        self._checked_gradients(grads)
         for name in outs:
             self._known(name)
         check_clip_norm(clip_norm)
@@ -372,7 +203,7 @@ class LocalStore(KVStore):
 
     def _set_optimizer(self, spec: OptimizerSpec) -> None:
         self._meet("set_optimizer", [spec.name, list(spec.groups)])
-        for bucket in _each(self._buckets.values()):
+        for bucket in each(self._buckets.values()):
             bucket.optimizer = None
         self._give_whole()
         for table in self._rows.values():
@@ -384,12 +215,12 @@ class LocalStore(KVStore):
         self._give_whole()
         self._narrow = None if none else Narrow(push, pull, self.rank, self.num_workers)
         self._reduced = {}, []
-        for bucket in _each(self._buckets[name] for name in sorted(self._buckets)):
+        for bucket in each(self._buckets[name] for name in sorted(self._buckets)):
             self._cut(bucket, [bucket.names])
 
     def _give_whole(self) -> None:
         """Where values come back in fewer bits, bring all workers the true ones."""
-        for bucket in _each(self._buckets[name] for name in sorted(self._buckets)):
+        for bucket in each(self._buckets[name] for name in sorted(self._buckets)):
             if bucket.layout is not None:
                 self._gather(bucket, bucket.part, bucket.whole)
         if self._narrow is not None:
@@ -398,19 +229,17 @@ class LocalStore(KVStore):
     def residuals(self) -> dict[str, torch.Tensor]:
         return self._narrow.residuals() if self._narrow is not None else {}
 
-    def load_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
-        if self._narrow is None or not self._narrow.keeps:
-            raise UserError(
-                "load_residuals: the store does not compress; call set_gradient_compression first"
-            )
-        for name, values in residuals.items():
-            self._check_residual(name, values)
+    def _compresses(self) -> bool:
+        return self._narrow is not None and self._narrow.keeps
+
+    def _load_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
+        assert self._narrow is not None
         self._narrow.load_residuals(residuals)
 
     def state(self) -> StoreState:
         self._meet("state", None)
         state = StoreState(self._steps)
-        for bucket in _each(self._buckets[name] for name in sorted(self._buckets)):
+        for bucket in each(self._buckets[name] for name in sorted(self._buckets)):
             tensors, numbers = self._state_of(bucket)
             for key in bucket.names:
                 if tensors:
@@ -423,8 +252,8 @@ class LocalStore(KVStore):
 
     @torch.no_grad()
     def load_state(self, state: StoreState) -> None:
-        if self.optimizer is None:
-            raise UserError("load_state: the store has no optimizer; call set_optimizer first")
+        self._check_optimizer("load_state")
+        assert self.optimizer is not None
         for name in sorted({*state.tensors, *state.numbers} - {*self._buckets, *self._rows}):
             raise UserError(f"the state is of a key '{name}', which is not in the store")
         for name, found in state.tensors.items():
@@ -435,7 +264,7 @@ class LocalStore(KVStore):
                         f"the key {list(self.shapes[name][0])}"
                     )
         self._meet("load_state", state.step)
-        for bucket in list(_each(self._buckets[name] for name in sorted(self._buckets))):
+        for bucket in list(each(self._buckets[name] for name in sorted(self._buckets))):
             # Keys of one bucket that have not taken the same steps must part.
             alike: dict[str, list[str]] = defaultdict(list)
             for name in bucket.names:
@@ -455,20 +284,3 @@ class LocalStore(KVStore):
         for name, table in self._rows.items():
             table.load(state.tensors.get(name, {}))
         self._steps = state.step
-
-
-def _form(value: torch.Tensor | RowSparse, group: int = 0) -> str:
-    """What a key is, in words that are compared over the workers."""
-    if isinstance(value, RowSparse):
-        return repr(value)
-    if value.layout != torch.strided or not value.is_floating_point():
-        kind = str(value.dtype) if value.layout == torch.strided else "a sparse tensor"
-        raise UserError(
-            f"a value of a store must be a dense tensor of floating-point numbers, not {kind}"
-        )
-    return f"shape {list(value.shape)} of {value.dtype}" + (f" in group {group}" if group else "")
-
-
-def _each(buckets: Iterable[KeyBucket]) -> list[KeyBucket]:
-    """The buckets, each once."""
-    return list({id(bucket): bucket for bucket in buckets}.values())

@@ -218,6 +218,29 @@ def learning_rate(value: Any) -> float:
     return rate
 
 
+def scheduler_of(options: dict[str, Any]) -> Callable[[int], float] | None:
+    """Take ``lr_scheduler`` out of the options."""
+    scheduler = options.pop("lr_scheduler", None)
+    if scheduler is None:
+        return None
+    if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
+        raise UserError(
+            "lr_scheduler is a scheduler of torch, which belongs to another optimizer; make it on "
+            "trainer.optimizer"
+        )
+    if not callable(scheduler):
+        raise UserError(
+            f"lr_scheduler is {kind_of(scheduler)}; it must be a function of the step's number, "
+            "such as lambda n: 0.1 / n"
+        )
+    rate = options.get("learning_rate", options.get("lr"))
+    if rate is not None and hasattr(scheduler, "base_lr"):  # as MXNet's schedulers have
+        scheduler.base_lr = rate
+    elif rate is None:
+        options["lr"] = learning_rate(scheduler(1))
+    return scheduler
+
+
 def written_spec(optimizer: torch.optim.Optimizer, spec: OptimizerSpec | None) -> OptimizerSpec:
     """The optimizer as it is now, for a file."""
     name = spec.name if spec is not None else type(optimizer).__name__.lower()

@@ -70,7 +70,7 @@ def within(clocks: Mapping[int, int], live: Collection[int], staleness: int) -> 
     return {rank for rank in live if clocks.get(rank, 0) - slowest <= staleness}
 
 
-class Part(ABC):
+class KeyPart(ABC):
     """A part of one key on one server: numbers of a dense key, or rows.
 
     Args:
@@ -180,7 +180,7 @@ class Part(ABC):
 
 
 def by_part(tensors: Mapping[str, torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:
-    """Tensors of `Part.copies`, by the part's number and then by name."""
+    """Tensors of `KeyPart.copies`, by the part's number and then by name."""
     found: dict[int, dict[str, torch.Tensor]] = {}
     for name, value in tensors.items():
         number, what = name.split("\t")

@@ -4,13 +4,14 @@ beside each of them."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from allhands.errors import UserError
 from allhands.kvstore.optimizers import OptimizerSpec
+from allhands.kvstore.row_updates import UPDATES
 from allhands.kvstore.specs import changed, layout_of
 from allhands.kvstore.values import RowSparse
 
@@ -54,10 +55,10 @@ class RowTable:
 
     def set_optimizer(self, spec: OptimizerSpec | None, group: int = 0) -> None:
         """Update with another optimizer from now on, from its first state; the rows stay."""
-        if spec is not None and spec.name not in _UPDATES:
+        if spec is not None and spec.name not in UPDATES:
             raise UserError(
                 f"a RowSparse key cannot be updated by '{spec.name}'; write one of "
-                f"{', '.join(_UPDATES)}"
+                f"{', '.join(UPDATES)}"
             )
         options = dict(spec.groups[group]) if spec is not None else {}
         wide = options.pop("multi_precision", False) and self.table.dtype in (
@@ -135,7 +136,7 @@ class RowTable:
         rows = self._rows.index_select(0, slots)
         states = {name: kept.index_select(0, slots) for name, kept in self._states.items()}
         states["step"] += 1
-        _UPDATES[self._spec.name](
+        UPDATES[self._spec.name](
             rows, -values if self._options["maximize"] else values, states, self._options
         )
         self._rows[slots] = rows
@@ -365,117 +366,3 @@ class _Index:
             won = free & (self._ids[place] == ids)
             self._slots[place[won]] = slots[won]
             ids, slots, place = ids[~won], slots[~won], place[~won] + 1 & mask
-
-
-# ----------------------------------------------------- updates: in the order of torch's plain loops
-
-_Update = Callable[[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], dict[str, Any]], None]
-
-
-def _of_steps(
-    steps: torch.Tensor, like: torch.Tensor, formula: Callable[[int], float]
-) -> torch.Tensor:
-    """A number for each row from how often it was pushed, shape [n, 1]; Python's arithmetic, as
-    torch's optimizers have it."""
-    different, which = torch.unique(steps, return_inverse=True)
-    return torch.tensor([formula(step) for step in different.tolist()], dtype=torch.float64).to(
-        like.dtype
-    )[which, None]
-
-
-def _decayed(rows: torch.Tensor, grads: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
-    return grads.add(rows, alpha=options["weight_decay"]) if options["weight_decay"] != 0 else grads
-
-
-def _sgd(
-    rows: torch.Tensor,
-    grads: torch.Tensor,
-    states: dict[str, torch.Tensor],
-    options: dict[str, Any],
-) -> None:
-    grads = _decayed(rows, grads, options)
-    momentum = options["momentum"]
-    if momentum != 0:
-        buffer = states["momentum_buffer"]
-        buffer.mul_(momentum).add_(grads, alpha=1 - options["dampening"])
-        new = states["step"] == 1
-        buffer[new] = grads[new]
-        grads = grads.add(buffer, alpha=momentum) if options["nesterov"] else buffer
-    rows.add_(grads, alpha=-options["lr"])
-
-
-def _adagrad(
-    rows: torch.Tensor,
-    grads: torch.Tensor,
-    states: dict[str, torch.Tensor],
-    options: dict[str, Any],
-) -> None:
-    grads = _decayed(rows, grads, options)
-    rate = _of_steps(
-        states["step"], rows, lambda step: -options["lr"] / (1 + (step - 1) * options["lr_decay"])
-    )
-    states["sum"].addcmul_(grads, grads, value=1)
-    rows.add_((grads * rate).div_(states["sum"].sqrt().add_(options["eps"])))
-
-
-def _adam(
-    rows: torch.Tensor,
-    grads: torch.Tensor,
-    states: dict[str, torch.Tensor],
-    options: dict[str, Any],
-) -> None:
-    if not options.get("decoupled_weight_decay", False):
-        grads = _decayed(rows, grads, options)
-    elif options["weight_decay"] != 0:
-        rows.mul_(1 - options["lr"] * options["weight_decay"])
-    beta1, beta2 = options["betas"]
-    mean, square = states["exp_avg"], states["exp_avg_sq"]
-    mean.lerp_(grads, 1 - beta1)
-    square.mul_(beta2).addcmul_(grads, grads, value=1 - beta2)
-    if options["amsgrad"]:
-        square = torch.maximum(states["max_exp_avg_sq"], square, out=states["max_exp_avg_sq"])
-    rate = _of_steps(states["step"], rows, lambda step: -options["lr"] / (1 - beta1**step))
-    scale = _of_steps(states["step"], rows, lambda step: (1 - beta2**step) ** 0.5)
-    rows.add_((mean * rate).div_(square.sqrt().div_(scale).add_(options["eps"])))
-
-
-def _adamw(
-    rows: torch.Tensor,
-    grads: torch.Tensor,
-    states: dict[str, torch.Tensor],
-    options: dict[str, Any],
-) -> None:
-    _adam(rows, grads, states, {**options, "decoupled_weight_decay": True})
-
-
-def _rmsprop(
-    rows: torch.Tensor,
-    grads: torch.Tensor,
-    states: dict[str, torch.Tensor],
-    options: dict[str, Any],
-) -> None:
-    grads = _decayed(rows, grads, options)
-    alpha, square = options["alpha"], states["square_avg"]
-    square.mul_(alpha).addcmul_(grads, grads, value=1 - alpha)
-    if options["centered"]:
-        mean = states["grad_avg"].lerp_(grads, 1 - alpha)
-        size = square.addcmul(mean, mean, value=-1).sqrt_()
-    else:
-        size = square.sqrt()
-    size.add_(options["eps"])
-    if options["momentum"] > 0:
-        rows.add_(
-            states["momentum_buffer"].mul_(options["momentum"]).addcdiv_(grads, size),
-            alpha=-options["lr"],
-        )
-    else:
-        rows.addcdiv_(grads, size, value=-options["lr"])
-
-
-_UPDATES: dict[str, _Update] = {
-    "sgd": _sgd,
-    "adagrad": _adagrad,
-    "adam": _adam,
-    "adamw": _adamw,
-    "rmsprop": _rmsprop,
-}

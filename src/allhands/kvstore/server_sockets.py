@@ -44,7 +44,8 @@ def connect(
     Raises:
         RefusedError, OSError, EOFError: as of `wire.join`.
     """
-    session, links, maps = secrets.token_hex(8), [], False
+    session, maps = secrets.token_hex(8), False
+    links: list[socket.socket] = []
     try:
         for side in ("up", "down"):
             words = {**said, "session": session, "side": side, "maps": False}
@@ -60,7 +61,7 @@ def connect(
         for link in links:
             link.close()
         raise
-    return ServerSockets(*links, maps)
+    return ServerSockets(links[0], links[1], maps)
 
 
 def _open(where: Mapping[str, Any], transport: str, patience: float) -> socket.socket:

@@ -47,9 +47,8 @@ class Shard(ShardKeys):
         self.rounds = KeyRounds(self.parts, self.members, rules["on_worker_loss"] == "continue")
         self._clips: dict[int, dict[int, float]] = {}  # by step: square sums by chunk
         self._clip_metas: dict[int, list[Meta]] = {}
-        self._forms: dict[
-            int, tuple[str, int]
-        ] = {}  # by step: groups and clip of whoever came first
+        # By step: groups and clip of whoever came first.
+        self._forms: dict[int, tuple[str, int]] = {}
         self._barrier: dict[int, tuple[Any, int, int]] = {}
         self._waits = Waits()
 
@@ -237,7 +236,10 @@ class Shard(ShardKeys):
                 chunk.version += 1
                 chunk.seen = {rank: version + 1 for rank, version in chunk.seen.items()}
             else:
-                self._step_alone(chunk, meta, values, release, stale, room)
+                options = self._damped(meta.options(chunk.group), chunk.group, stale)
+                chunk.step_alone(meta, values, release, room, options)
+                with self._lock:
+                    meta.staleness = max(meta.staleness, stale)
         else:
             release()
         if wanted:
@@ -245,31 +247,14 @@ class Shard(ShardKeys):
         self._serve(chunk)
         self._part_done(meta, 1)
 
-    def _step_alone(
-        self,
-        chunk: Chunk,
-        meta: Meta,
-        values: torch.Tensor,
-        release: Callable[[], None],
-        stale: int,
-        room: torch.Tensor | None,
-    ) -> None:
-        chunk.added, chunk.total, chunk.held, chunk.room = [meta], values, [release], room
-        try:
-            chunk.combine()
-            options = meta.options(chunk.group)
-            if stale and self.rules.get("damping"):
-                rate = (options or (self.spec.groups[chunk.group] if self.spec else {})).get(
-                    "lr", 0.0
-                )
-                options = {**(options or {}), "lr": rate / (1 + stale)}
-            chunk.apply(options)
-        finally:
-            chunk.clear()
-        chunk.version += 1
-        chunk.seen[meta.worker.rank] += 1
-        with self._lock:
-            meta.staleness = max(meta.staleness, stale)
+    def _damped(
+        self, options: dict[str, Any] | None, group: int, stale: int
+    ) -> dict[str, Any] | None:
+        """The options of a step, whose learning rate may be lower where it is stale."""
+        if not (stale and self.rules.get("damping")):
+            return options
+        rate = (options or (self.spec.groups[group] if self.spec else {})).get("lr", 0.0)
+        return {**(options or {}), "lr": rate / (1 + stale)}
 
     def _serve(self, chunk: Chunk) -> None:
         """Answer those who wait, if they are not too far ahead. The chunk's lock is held."""
@@ -415,11 +400,8 @@ class Shard(ShardKeys):
     def drop_open(self) -> None:
         """Forget all that is open: rounds, clipped steps, barriers, and who waits."""
         with self._lock:
-            self._clips.clear()
-            self._clip_metas.clear()
-            self._forms.clear()
-            self._barrier.clear()
-            self._initial = []
+            for one in (self._clips, self._clip_metas, self._forms, self._barrier, self._initial):
+                one.clear()
         self._waits.clear()
         for part in list(self.parts.values()):
             with part.lock:

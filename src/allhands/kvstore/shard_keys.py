@@ -27,8 +27,8 @@ class ShardKeys:
     """What a `Shard` holds.
 
     Attributes:
-        parts: each a `Part`, which is a chunk of a dense key or a table of rows, by its number in
-            the job.
+        parts: each a `KeyPart`, a chunk of a dense key or a table of rows, by its number in the
+            job.
         keys: on server 0: form and places of every key.
         sets: on server 0: the whole set of keys that workers step over.
         spec: the optimizer.
@@ -109,7 +109,7 @@ class ShardKeys:
             return {name: self.keys[name]["pieces"] for name in keys}
 
     def create(self, forms: list[list[Any]]) -> dict[str, int]:
-        """Make the parts that are not there yet, as `Part.form` says; the version of each."""
+        """Make the parts that are not there yet, as `KeyPart.form` says; the version of each."""
         with self._lock:
             new = [one for one in forms if one[0] not in self.parts]
             dense = [one for one in new if len(one) == _DENSE]

@@ -29,7 +29,7 @@ def settings_of(shard: Any) -> dict[str, Any]:
 
 
 def whole_of(shard: Any, taken: Iterable[Whole] = ()) -> Whole:
-    """All of a shard. Parts that were `taken` before, by `Part.whole`, are not taken again."""
+    """All of a shard. Parts that were `taken` before, by `KeyPart.whole`, are not taken again."""
     parts = list(taken)
     have = {fields["part"] for fields, _ in parts}
     parts += [one.whole() for one in list(shard.parts.values()) if one.number not in have]
@@ -50,7 +50,7 @@ def load_whole(shard: Any, whole: Whole) -> None:
 
 
 def state_of(shard: Any) -> dict[str, torch.Tensor]:
-    """The optimizer's states of all parts, and the rows, as `Part.copies` gives them."""
+    """The optimizer's states of all parts, and the rows, as `KeyPart.copies` gives them."""
     found: dict[str, torch.Tensor] = {}
     for part in list(shard.parts.values()):
         found |= part.copies(False)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -45,7 +45,7 @@ class SharedCalls:
         who: str,
         ranks: Sequence[int],
         place: int,
-        gather: Callable[[torch.Tensor], Sequence[torch.Tensor]],
+        gather: Callable[[torch.Tensor], Iterable[torch.Tensor]],
         number: int,
         stores: Mapping[int, SharedStore] | Sequence[SharedStore],
     ) -> None:

@@ -2,72 +2,30 @@
 
 from __future__ import annotations
 
-import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from allhands.errors import UserError
-from allhands.kvstore.chunk_compression import both_ways, compressible
+from allhands.kvstore.chunk_compression import both_ways
 from allhands.kvstore.optimizers import OptimizerSpec, spec_from
+from allhands.kvstore.shares import Share, Step
+from allhands.kvstore.store_keys import Key, StoreKeys
 from allhands.kvstore.store_modes import Mode
 from allhands.kvstore.store_state import StoreState, read_states, write_states
 from allhands.kvstore.values import (
     RowSparse,
     check_first_rows,
     check_ids,
-    check_rows,
     one,
     several,
-    sum_on_one_device,
 )
 
-Key = str | int
-Tensors = torch.Tensor | Sequence[torch.Tensor]
 
-
-@dataclass(frozen=True)
-class Share:
-    """How one worker's gradients enter a step.
-
-    Attributes:
-        weight: how many samples they stand for.
-        expected: the sum of the gradients is multiplied by expected / (the sum of the weights of
-            those who pushed). With 1, gradients that are sums over samples become the mean over all
-            samples. With the size of the global batch, gradients that are parts of one mean already
-            stay as they are, unless a worker is missing. None leaves the plain sum.
-    """
-
-    weight: float = 1.0
-    expected: float | None = None
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.weight) and self.weight >= 0):
-            raise UserError(f"weight={self.weight}; it must be a number of samples, 0 or more")
-
-
-@dataclass(frozen=True)
-class Step:
-    """What is known of a step that the store has taken.
-
-    Attributes:
-        number: steps taken so far, this one included.
-        workers: how many workers' gradients are in it.
-        staleness: how many pushes of others were applied between this worker's last pull and its
-            push; the largest over all chunks and servers; always 0 in sync. Of tables of rows it is
-            not counted.
-    """
-
-    number: int
-    workers: int
-    staleness: int = 0
-
-
-class KVStore(ABC):
+class KVStore(StoreKeys, ABC):
     """Named tensors, shared by all workers. Made by `allhands.kvstore.create`.
 
     Keys are strings or whole numbers, one of both in one store. Methods that take a key also take a
@@ -85,11 +43,9 @@ class KVStore(ABC):
     num_workers: int
 
     def __init__(self, mode: Mode, rank: int, num_workers: int) -> None:
+        super().__init__()
         self.mode, self.rank, self.num_workers = mode, rank, num_workers
-        self.shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
-        self.tables: dict[str, RowSparse] = {}
         self.optimizer: OptimizerSpec | None = None
-        self._key_type: type | None = None
         self._buffers: dict[str, torch.Tensor] = {}
 
     @property
@@ -132,6 +88,13 @@ class KVStore(ABC):
     def _set_compression(self, push: dict[str, Any], pull: dict[str, Any]) -> None: ...
 
     @abstractmethod
+    def _compresses(self) -> bool:
+        """Whether gradients are pushed in fewer bits."""
+
+    @abstractmethod
+    def _load_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None: ...
+
+    @abstractmethod
     def update(
         self,
         grads: Mapping[str, torch.Tensor],
@@ -170,6 +133,11 @@ class KVStore(ABC):
 
     def close(self) -> None:
         """Leave the store."""
+
+    def _check_optimizer(self, call: str) -> None:
+        """Raise `UserError` where `call` needs an optimizer and there is none."""
+        if self.optimizer is None:
+            raise UserError(f"{call}: the store has no optimizer; call set_optimizer first")
 
     def _in_order(self, pairs: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
         """The order in which the keys of a list are pushed, where that is the same on all workers
@@ -405,21 +373,19 @@ class KVStore(ABC):
         """What compression has left over on this worker, by key: float32, 1-D; to be kept in its
         checkpoint."""
 
-    @abstractmethod
     def load_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
         """Go on with what `residuals` gave, on a worker of any store that compresses.
 
         Raises:
             UserError: the store does not compress, has no such key, or the key has another size.
         """
-
-    def _check_residual(self, name: str, values: torch.Tensor) -> None:
-        shape, dtype = self._known(name)
-        if values.numel() != shape.numel() or not compressible(dtype):
+        if not self._compresses():
             raise UserError(
-                f"load_residuals: {values.numel()} numbers for '{name}', which has {shape.numel()} "
-                f"of {dtype}; give what residuals() gave for this key"
+                "load_residuals: the store does not compress; call set_gradient_compression first"
             )
+        for name, values in residuals.items():
+            self._check_residual(name, values)
+        self._load_residuals(residuals)
 
     def is_capable(self, capability: str) -> bool:
         """Whether the store can run the "optimizer"."""
@@ -435,10 +401,7 @@ class KVStore(ABC):
             fname: the file.
             dump_optimizer: also write the optimizer's name and options.
         """
-        if self.optimizer is None:
-            raise UserError(
-                "save_optimizer_states: the store has no optimizer; call set_optimizer first"
-            )
+        self._check_optimizer("save_optimizer_states")
         state = self.state()
         if self.rank == 0:
             write_states(fname, state, self.optimizer if dump_optimizer else None)
@@ -450,78 +413,8 @@ class KVStore(ABC):
         state, spec = read_states(fname)
         if spec is not None and self.optimizer is None:
             self.set_optimizer(spec)
-        if self.optimizer is None:
-            raise UserError(
-                "load_optimizer_states: the store has no optimizer; call set_optimizer first"
-            )
+        self._check_optimizer("load_optimizer_states")
         self.load_state(state)
 
     def _barrier(self) -> None:
         self.barrier()
-
-    # ------------------------------------------------------------------ checking what was passed
-
-    def _names(self, key: Key | Sequence[Key]) -> list[str]:
-        keys = list(key) if isinstance(key, (list, tuple)) else [key]
-        for item in keys:
-            if isinstance(item, bool) or not isinstance(item, (str, int)):
-                raise UserError(f"{item!r} is no key; keys are strings or whole numbers")
-            kind = str if isinstance(item, str) else int
-            if self._key_type not in (None, kind):
-                raise UserError(
-                    f"the key {item!r} is a {kind.__name__}, but this store's keys are of type "
-                    f"{self._key_type.__name__}"
-                )
-            self._key_type = kind
-        if len(set(keys)) < len(keys):
-            raise UserError(f"a key is in the list twice: {keys}")
-        return [str(item) for item in keys]
-
-    def _pairs(self, key: Key | Sequence[Key], value: Any) -> list[tuple[str, Any]]:
-        names = self._names(key)
-        if not isinstance(key, (list, tuple)):
-            return [(names[0], value)]
-        if not isinstance(value, (list, tuple)) or len(value) != len(names):
-            found = (
-                f"a list of {len(value)}"
-                if isinstance(value, (list, tuple))
-                else f"a {type(value).__name__}"
-            )
-            raise UserError(
-                f"for {len(names)} keys there must be a list of {len(names)} values, not {found}"
-            )
-        return list(zip(names, value, strict=True))
-
-    def _known(self, name: str) -> tuple[torch.Size, torch.dtype]:
-        if name not in self.shapes:
-            known = ", ".join(list(self.shapes)[:10]) or "none"
-            raise UserError(
-                f"there is no key '{name}' in the store; call init('{name}', value) first. Keys: "
-                f"{known}"
-            )
-        return self.shapes[name]
-
-    def _check_like(self, name: str, tensor: torch.Tensor, what: str) -> None:
-        shape, dtype = self._known(name)
-        if tensor.shape != shape or tensor.dtype != dtype:
-            raise UserError(
-                f"{what} for the key '{name}' has shape {list(tensor.shape)} and {tensor.dtype}, "
-                f"but the key was initialised with {list(shape)} and {dtype}"
-            )
-
-    def _checked(self, name: str, given: Any) -> torch.Tensor:
-        """The sum over the devices of what is pushed, of the right form."""
-        table = self.tables.get(name)
-        values = several(given, name)
-        if table is not None:
-            for value in values:
-                check_rows(name, value, table)
-            return sum_on_one_device(values).coalesce()
-        for value in values:
-            if value.layout != torch.strided:
-                raise UserError(
-                    f"the value for '{name}' is sparse, but the key is dense; make the key with "
-                    f"init('{name}', RowSparse(rows, columns))"
-                )
-            self._check_like(name, value, "the value")
-        return sum_on_one_device(values)

@@ -12,7 +12,7 @@ from allhands.comm.clipping import square_of
 from allhands.errors import UserError
 from allhands.kvstore.bucket import weight_factor
 from allhands.kvstore.optimizers import OptimizerSpec
-from allhands.kvstore.parts import Meta, Part, lead_of, within
+from allhands.kvstore.parts import KeyPart, Meta, lead_of, within
 from allhands.kvstore.row_table import RowTable, sum_rows
 from allhands.kvstore.values import RowSparse
 from allhands.kvstore.wire_frames import FrameError
@@ -60,7 +60,7 @@ class RoundError(UserError):
     """A round cannot be closed, which ends the step of all who are in it."""
 
 
-class TableRounds(Part):
+class TableRounds(KeyPart):
     """A table's rows on this server, its rounds, and who waits for rows."""
 
     def __init__(

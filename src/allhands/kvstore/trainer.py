@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from allhands.checks import is_number
+from allhands.checks import check_choice, is_number
 from allhands.comm.clipping import check_clip_norm, clip_factor, square_of
 from allhands.compat import mark_stepped
 from allhands.errors import UserError, kind_of
@@ -20,6 +20,7 @@ from allhands.kvstore.params import (
     learning_rate,
     load_into,
     read_spec,
+    scheduler_of,
     slots_of,
     state_of,
     written_spec,
@@ -81,8 +82,8 @@ class Trainer:
         aggregate: str = "mean",
         clip_norm: float | None = None,
     ) -> None:
-        _one_of("reduction", reduction, ("sum", "mean"))
-        _one_of("aggregate", aggregate, ("mean", "sum"))
+        check_choice("reduction", reduction, ("sum", "mean"))
+        check_choice("aggregate", aggregate, ("mean", "sum"))
         check_clip_norm(clip_norm)
         self._slots = slots_of(params)
         if reduction == "mean" and any(len(slot.replicas) > 1 for slot in self._slots):
@@ -93,7 +94,7 @@ class Trainer:
             )
         self._reduction, self._aggregate, self._clip_norm = reduction, aggregate, clip_norm
         options = dict(optimizer_params or {})
-        self._scheduler = _scheduler(options)
+        self._scheduler = scheduler_of(options)
         self._optimizer, self._spec, reason = build_optimizer(
             optimizer, options, [slot.first for slot in self._slots]
         )
@@ -431,34 +432,6 @@ class Trainer:
         else:
             load_into(self._optimizer, self._slots, state)
         self._num_update = state.step
-
-
-def _scheduler(options: dict[str, Any]) -> Callable[[int], float] | None:
-    """Take ``lr_scheduler`` out of the options."""
-    scheduler = options.pop("lr_scheduler", None)
-    if scheduler is None:
-        return None
-    if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
-        raise UserError(
-            "lr_scheduler is a scheduler of torch, which belongs to another optimizer; make it on "
-            "trainer.optimizer"
-        )
-    if not callable(scheduler):
-        raise UserError(
-            f"lr_scheduler is {kind_of(scheduler)}; it must be a function of the step's number, "
-            "such as lambda n: 0.1 / n"
-        )
-    rate = options.get("learning_rate", options.get("lr"))
-    if rate is not None and hasattr(scheduler, "base_lr"):  # as MXNet's schedulers have
-        scheduler.base_lr = rate
-    elif rate is None:
-        options["lr"] = learning_rate(scheduler(1))
-    return scheduler
-
-
-def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise UserError(f"{name}={value!r}; it must be {' or '.join(map(repr, known))}")
 
 
 def _stale(names: list[str]) -> UserError:

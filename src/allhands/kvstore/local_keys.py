@@ -1,0 +1,202 @@
+"""The keys of a store without servers: buckets, of which each worker has a part, and tables of
+rows."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from allhands.errors import UserError
+from allhands.kvstore.bucket import KeyBucket
+from allhands.kvstore.narrow import Narrow
+from allhands.kvstore.store import KVStore, Share
+from allhands.kvstore.store_modes import Mode
+from allhands.kvstore.tables import Table
+from allhands.kvstore.values import RowSparse
+
+
+class LocalKeys(KVStore):
+    """The keys of a `LocalStore`, and what its workers do together, who are several in a
+    `CollectiveStore`.
+
+    Args:
+        mode: what `create` was given.
+        rank, num_workers: who takes part.
+        device: where all values are kept; None: where they are when they are declared.
+    """
+
+    def __init__(
+        self, mode: Mode, rank: int = 0, num_workers: int = 1, device: torch.device | None = None
+    ) -> None:
+        super().__init__(mode, rank, num_workers)
+        self._device = device
+        self._buckets: dict[str, KeyBucket] = {}
+        self._rows: dict[str, Table] = {}
+        self._unread: set[str] = set()
+        self._steps = 0
+        self._present = num_workers
+        self._reduced: tuple[dict[str, Any], list[KeyBucket]] = {}, []
+        self._narrow: Narrow | None = None
+
+    # -------------------------------------------------------- what CollectiveStore does with others
+
+    def _meet(self, call: str, about: Any, share: Share | None = None) -> list[float]:
+        """Make sure that all workers make this call with these arguments; returns their weights, by
+        rank."""
+        return [share.weight if share else 0.0]
+
+    def _meet_in_step(self, about: list[Any], share: Share) -> tuple[list[Any], list[float]]:
+        """The same for `update`, in which a worker without keys does what the others do; returns
+        also what that is."""
+        return about, self._meet("update", about, share)
+
+    def _agree_on_keys(self, forms: dict[str, str]) -> None:
+        """Make sure that all workers declare these keys; `forms` say what each of them is."""
+
+    def _take_first(self, values: torch.Tensor) -> None:
+        """Overwrite `values` with those of rank 0."""
+
+    def _sum(self, values: torch.Tensor, bucket: KeyBucket) -> torch.Tensor:
+        """This rank's part of the sum over the workers, of a tensor as long as the bucket."""
+        return values
+
+    def _gather(self, bucket: KeyBucket, part: torch.Tensor, whole: torch.Tensor) -> None:
+        """Put the parts of all ranks together, which are cut as the bucket is."""
+        if bucket.layout is not None:
+            bucket.put_together(self._swap([part] * self.num_workers), whole)
+        elif part.data_ptr() != whole.data_ptr():
+            whole.copy_(part)
+
+    def _total(self, number: float) -> float:
+        """The sum over the workers."""
+        return number
+
+    def _swap(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Send the n-th tensor to rank n; returns what each rank sent here."""
+        return list(tensors)
+
+    # ------------------------------------------------------------------ keys
+
+    def declare(
+        self,
+        named: Mapping[str, torch.Tensor | RowSparse],
+        complete: bool = False,
+        groups: Mapping[str, int] | None = None,
+    ) -> None:
+        forms = {}
+        for name in sorted(named):
+            if name in self.shapes or name in self.tables:
+                raise UserError(
+                    f"the key '{name}' is in the store already; make a new store for another "
+                    "training"
+                )
+            forms[name] = _form(named[name], (groups or {}).get(name, 0))
+        self._agree_on_keys(forms)
+        alike: dict[tuple[str, int, str], list[str]] = defaultdict(list)
+        for name in forms:
+            value = named[name]
+            if isinstance(value, RowSparse):
+                self.tables[name] = value
+                self._rows[name] = Table(
+                    value,
+                    self.optimizer,
+                    (groups or {}).get(name, 0),
+                    self.rank,
+                    self.num_workers,
+                    self._swap,
+                )
+            else:
+                self.shapes[name] = (value.shape, value.dtype)
+                place = str(self._device or value.device)
+                alike[str(value.dtype), (groups or {}).get(name, 0), place].append(name)
+        for (_, group, place), names in sorted(alike.items()):
+            values: dict[str, torch.Tensor] = {name: named[name] for name in names}  # type: ignore[misc]
+            bucket = self._bucket(values, group, torch.device(place))
+            self._take_first(bucket.whole)
+            bucket.part.copy_(bucket.own(bucket.whole))
+            self._add(bucket)
+
+    def _bucket(
+        self, values: Mapping[str, torch.Tensor], group: int, device: torch.device
+    ) -> KeyBucket:
+        layout = self._narrow.layout(values) if self._narrow is not None else None
+        return KeyBucket(values, group, device, self.rank, self.num_workers, layout)
+
+    def _add(self, bucket: KeyBucket) -> None:
+        for name in bucket.names:
+            self._buckets[name] = bucket
+
+    def _buckets_of(self, names: Iterable[str]) -> list[KeyBucket]:
+        """The buckets that hold these keys and no others. A bucket that also holds others is cut in
+        two for good.
+
+        All workers ask for the same keys, so that all of them cut alike.
+        """
+        wanted = set(names)
+        found = []
+        for bucket in each(self._buckets[name] for name in sorted(wanted)):
+            asked = [name for name in bucket.names if name in wanted]
+            if len(asked) < len(bucket.names):
+                others = [name for name in bucket.names if name not in wanted]
+                found.append(self._cut(bucket, [asked, others])[0])
+            else:
+                found.append(bucket)
+        return found
+
+    def _cut(self, bucket: KeyBucket, pieces: Sequence[Sequence[str]]) -> list[KeyBucket]:
+        tensors, numbers = self._state_of(bucket)
+        true = bucket.views
+        if bucket.layout is not None:  # the workers have something else
+            self._gather(bucket, bucket.part, whole := torch.empty_like(bucket.whole))
+            true = bucket.cut(whole)
+        made = []
+        for names in pieces:
+            new = self._bucket(
+                {name: bucket.views[name] for name in names}, bucket.group, bucket.whole.device
+            )
+            new.part.copy_(new.own(new.filled(true, torch.empty_like(new.whole))))
+            if bucket.optimizer is not None:
+                assert self.optimizer is not None
+                new.load(
+                    {name: {key: tensors[name][key] for key in names} for name in tensors},
+                    numbers,
+                    self.optimizer,
+                )
+            self._add(new)
+            made.append(new)
+        return made
+
+    def _state_of(
+        self, bucket: KeyBucket
+    ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, float]]:
+        """The optimizer's state of a bucket: tensors by the state's name, then by key; and
+        numbers."""
+        if bucket.optimizer is None:
+            return {}, {}
+        tensors, numbers = bucket.optimizer.state()
+        found = {}
+        for name, part in sorted(tensors.items()):
+            whole = part.new_empty(len(bucket.whole))
+            self._gather(bucket, part, whole)
+            found[name] = bucket.cut(whole)
+        return found, numbers
+
+
+def _form(value: torch.Tensor | RowSparse, group: int = 0) -> str:
+    """What a key is, in words that are compared over the workers."""
+    if isinstance(value, RowSparse):
+        return repr(value)
+    if value.layout != torch.strided or not value.is_floating_point():
+        kind = str(value.dtype) if value.layout == torch.strided else "a sparse tensor"
+        raise UserError(
+            f"a value of a store must be a dense tensor of floating-point numbers, not {kind}"
+        )
+    return f"shape {list(value.shape)} of {value.dtype}" + (f" in group {group}" if group else "")
+
+
+def each(buckets: Iterable[KeyBucket]) -> list[KeyBucket]:
+    """The buckets, each once."""
+    return list({id(bucket): bucket for bucket in buckets}.values())
