@@ -12,6 +12,7 @@ import atexit
 import logging
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple
 from datetime import timedelta
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 from allhands.comm import all_gather_rows
+from allhands.comm.flat_layout import FlatLayout
 from allhands.errors import AllhandsError, UserError, WorldError
 from allhands.kvstore.host_group import HostGroup
 from allhands.kvstore.optimizers import OptimizerSpec
@@ -34,6 +36,7 @@ from allhands.world import World, init
 
 _log = logging.getLogger(__name__)
 
+_CPU = torch.device("cpu")
 _group: HostGroup | None = None
 
 
@@ -111,6 +114,7 @@ class HostStore(KVStore):
         self._group, self._served, self._closed = group, served, False
         self._dense: ServedStore | None = own if group.leads else None
         self._rows: ServedStore | None = None
+        self._layouts: dict[tuple[str, ...], list[tuple[torch.dtype, FlatLayout]]] = {}
         self._calls = SharedCalls(
             "the workers of a host",
             group.ranks,
@@ -142,26 +146,24 @@ class HostStore(KVStore):
     ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
         """Memory for the values of these keys: a tensor a dtype, padded for the group, and its
         parts by key."""
-        where = (
-            torch.device("cuda", torch.cuda.current_device())
-            if device == "cuda"
-            else torch.device("cpu")
-        )
-        alike: dict[torch.dtype, list[str]] = {}
-        for name in names:
-            alike.setdefault(self.shapes[name][1], []).append(name)
-        wholes, views = [], {}
-        for dtype, own in alike.items():
-            count = sum(self.shapes[name][0].numel() for name in own)
-            whole = self._group.room(what, self._group.padded(count), dtype, where)
-            whole[count:].zero_()
+        where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else _CPU
+        wholes, views = [], dict[str, torch.Tensor]()
+        for dtype, layout in self._layouts_of(tuple(names)):
+            whole = self._group.room(what, self._group.padded(layout.length), dtype, where)
+            whole[layout.length :].zero_()
             wholes.append(whole)
-            start = 0
-            for name in own:
-                shape = self.shapes[name][0]
-                views[name] = whole[start : start + shape.numel()].view(shape)
-                start += shape.numel()
+            views |= layout.named(whole)
         return wholes, views
+
+    def _layouts_of(self, names: tuple[str, ...]) -> list[tuple[torch.dtype, FlatLayout]]:
+        """How the values of these keys lie in one tensor for each dtype."""
+        if names not in self._layouts:
+            alike: dict[torch.dtype, dict[str, torch.Tensor]] = defaultdict(dict)
+            for name in names:
+                shape, dtype = self.shapes[name]
+                alike[dtype][name] = torch.empty(shape, dtype=dtype, device="meta")
+            self._layouts[names] = [(dtype, FlatLayout(own)) for dtype, own in alike.items()]
+        return self._layouts[names]
 
     @torch.no_grad()
     def _add_up(
