@@ -43,6 +43,8 @@ _LAZY = {
     "Pipeline": "allhands.strategies",
     "Tensor": "allhands.strategies",
     "Federated": "allhands.federated",
+    "Loop": "allhands.loop.loop",
+    "spawn": "allhands.loop.spawned",
 }
 _PACKAGES = (
     "comm",
@@ -73,6 +75,7 @@ __all__ = [
     "Federated",
     "KVStore",
     "LocalSGD",
+    "Loop",
     "Mesh",
     "ModelLoss",
     "MuonAdamW",
@@ -93,6 +96,7 @@ __all__ = [
     "finalize",
     "init",
     "load_checkpoint",
+    "spawn",
     "utils",
     "verify",
 ]
@@ -101,6 +105,8 @@ if TYPE_CHECKING:
     from allhands.data import SplitByRank
     from allhands.errors import AllhandsError, UserError, WorkerError, WorldError
     from allhands.federated.strategy import Federated
+    from allhands.loop.loop import Loop
+    from allhands.loop.spawned import spawn
     from allhands.runner import Callback, EarlyStopping, SupervisedRunner, load_checkpoint, utils
     from allhands.step import ModelLoss, MuonAdamW, OverBatch, PerTarget
     from allhands.strategies import (

@@ -8,40 +8,28 @@ from typing import TYPE_CHECKING
 from allhands.world import slurm
 
 if TYPE_CHECKING:
-    from allhands.loop.loop import Loop
+    from allhands.loop.base_loop import BaseLoop
     from allhands.loop.reporter import Reporter
 
 
-def announce(loop: Loop, schedule_note: str) -> None:
+def announce(loop: BaseLoop, schedule_note: str) -> None:
     """Say who trains, on how much, in what steps, with which seed; `schedule_note` goes behind the
     schedule, if not empty."""
-    world, feed, settings = loop.world, loop.trained[0], loop.settings
+    world, settings = loop.world, loop.settings
     where = f"{world.world_size} worker{'s' if world.world_size > 1 else ''} on {world.device.type}"
     if world.world_size > 1:
         where += f", {world.backend}"
-    samples = (
-        f"{feed.num_samples:,} samples" if feed.num_samples is not None else "a stream of samples"
-    )
-    number = feed.num_steps if loop.passes is None else settings.steps_per_epoch
-    steps = f", {number} steps an epoch" if number is not None else ""
-    strategy, layout = settings.strategy.in_words(), settings.strategy.layout(world)
-    if feed.global_batch:
-        parts = (
-            f"{feed.batch_size} a {'share' if layout else 'worker'} x "
-            f"{settings.strategy.shares(world.world_size)}"
-        )
-        parts += f" x {settings.accumulate} accumulated" if settings.accumulate > 1 else ""
-        batch = f"global batch {feed.global_batch} ({parts})"
-    else:
-        batch = "batches made by the batch sampler"
+    strategy, layout = loop.strategy.in_words(), loop.strategy.layout(world)
+    data = _data(loop, bool(layout)) if loop.trained else "batches of your own"
     loop.reporter.line(
-        f"allhands: {strategy}{f' ({layout})' if layout else ''}, {where}; {batch}; "
-        f"{samples}{steps}, {feed.kind}; seed {settings.seed}"
+        f"allhands: {strategy}{f' ({layout})' if layout else ''}, {where}; {data}; "
+        f"seed {settings.seed}"
     )
-    for note in settings.strategy.notes():
-        loop.reporter.line(note)
-    if loop.schedule.scheduler is not None:
-        loop.reporter.line(loop.schedule.describe())
+    for group in loop.groups.values():
+        for note in group.strategy.notes():
+            loop.reporter.line(note)
+        if group.schedule.scheduler is not None:
+            loop.reporter.line(group.schedule.describe())
     if schedule_note:
         loop.reporter.line(schedule_note)
     if settings.logdir is None and slurm.wants_requeue(os.environ):
@@ -49,6 +37,24 @@ def announce(loop: Loop, schedule_note: str) -> None:
             f"note: {slurm.REQUEUE_VARIABLE}=1 has no effect here: without a logdir nothing is "
             "saved"
         )
+
+
+def _data(loop: BaseLoop, in_shares: bool) -> str:
+    """How much is trained on, in which steps."""
+    feed, settings = loop.trained[0], loop.settings
+    samples = (
+        f"{feed.num_samples:,} samples" if feed.num_samples is not None else "a stream of samples"
+    )
+    number = feed.num_steps if loop.passes is None else settings.steps_per_epoch
+    steps = f", {number} steps an epoch" if number is not None else ""
+    if not feed.global_batch:
+        return f"batches made by the batch sampler; {samples}{steps}, {feed.kind}"
+    parts = (
+        f"{feed.batch_size} a {'share' if in_shares else 'worker'} x "
+        f"{loop.strategy.shares(loop.world.world_size)}"
+    )
+    parts += f" x {settings.accumulate} accumulated" if settings.accumulate > 1 else ""
+    return f"global batch {feed.global_batch} ({parts}); {samples}{steps}, {feed.kind}"
 
 
 def report_epoch(

@@ -31,7 +31,7 @@ def captures_steps(
     if settings.step == "eager":
         return False
     insist = settings.step == "graph"
-    refusal = _refusal(settings, world, task.own_calls and not insist, scales)
+    refusal = _refusal(settings, world, "" if insist else task.own_calls, scales)
     if refusal is None:
         return True
     if insist:
@@ -59,7 +59,7 @@ def captured_steps(
     )
 
 
-def _refusal(settings: LoopSettings, world: World, own_calls: bool, scales: bool) -> str | None:
+def _refusal(settings: LoopSettings, world: World, own_calls: str, scales: bool) -> str | None:
     if world.device.type != "cuda":
         return (
             f"the device is '{world.device.type}', and CUDA graphs are what steps are captured in"
@@ -75,8 +75,7 @@ def _refusal(settings: LoopSettings, world: World, own_calls: bool, scales: bool
     if scales:
         return "precision='fp16' looks at its gradients on the host; precision='bf16' does not"
     return (
-        "handle_batch is your own, and a replay would not call it (step='graph' captures it all "
-        "the same)"
+        f"{own_calls}, and a replay would not call it (step='graph' captures it all the same)"
         if own_calls
         else None
     )

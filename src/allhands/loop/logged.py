@@ -35,8 +35,13 @@ class Logged:
         self._sums[name] = self._sums.get(name, 0.0) + value * count
         self._weights[name] = self._weights.get(name, 0.0) + count
 
-    def means(self, taken: Collection[str] = ()) -> dict[str, float]:
+    def means(self, taken: Collection[str] = (), everywhere: bool = True) -> dict[str, float]:
         """The mean of each name over all ranks, the same on every rank.
+
+        Args:
+            taken: names that are not free.
+            everywhere: every rank must have logged each name; False: a rank may have had nothing to
+                log.
 
         Raises:
             UserError: a name is among `taken`, or some rank has not logged it.
@@ -46,7 +51,7 @@ class Logged:
         by_rank = [set(json.loads(text)) for text in all_gather_text(json.dumps(names), self.world)]
         for name in sorted(set().union(*by_rank)):
             has = [rank for rank, logged in enumerate(by_rank) if name in logged]
-            if len(has) < len(by_rank):
+            if len(has) < len(by_rank) and everywhere:
                 ranks = f"rank{'s' if len(has) > 1 else ''} {', '.join(map(str, has))}"
                 raise UserError(
                     f"{self.call}({name!r}, …) was called on {ranks} only, of {len(by_rank)} "
@@ -57,8 +62,12 @@ class Logged:
                     f"{self.call}({name!r}, …): '{name}' is a metric of this loader already; "
                     "choose another name"
                 )
+        names = sorted(set().union(*by_rank))
         if not names:
             return {}
+        for name in names:
+            self._sums.setdefault(name, 0.0)
+            self._weights.setdefault(name, 0.0)
         numbers = [*(self._sums[name] for name in names), *(self._weights[name] for name in names)]
         totals = torch.stack(
             [

@@ -1,419 +1,572 @@
-"""`Loop`: the object on which every training by optimizer steps stands."""
+"""`Loop`: the training of a user who writes the steps."""
 
 from __future__ import annotations
 
-import itertools
-import math
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from allhands.comm import calls
-from allhands.data import CountedRows, Feed, build_feeds, derive_seed, seed_everything
-from allhands.loop import peak
-from allhands.loop.announce import announce
-from allhands.loop.compiling import compiling
-from allhands.loop.group import OptimizerGroup
-from allhands.loop.lifecycle import Lifecycle
-from allhands.loop.logged import Logged
-from allhands.loop.loop_checkpoints import LoopCheckpoints
+from allhands.comm import all_reduce_sum, broadcast_tensors, calls
+from allhands.data import Feed, derive_seed, to_device
+from allhands.data.order import share_of
+from allhands.errors import UserError, kind_of
+from allhands.launch import handback, worker
+from allhands.loop.announce import report_epoch
+from allhands.loop.base_loop import BaseLoop
+from allhands.loop.epoch import Batch, Epoch, Step
+from allhands.loop.history import Values, new_history, record
+from allhands.loop.loggers import Loggers, prepare_logdir
 from allhands.loop.loss_mean import LossMean
+from allhands.loop.misuse import Misuse
+from allhands.loop.models import group_settings, named
+from allhands.loop.own_checkpoints import OwnCheckpoints
 from allhands.loop.passes import DataPasses
-from allhands.loop.position import Position
-from allhands.loop.recomputing import recomputing
-from allhands.loop.reporter import Reporter
-from allhands.loop.schedule import Schedule, learning_rates
-from allhands.loop.settings import LoopSettings, check_sync_batch_norm
+from allhands.loop.reporter import ConsoleReporter, ForwardingReporter, Reporter
+from allhands.loop.rows import gather_rows
+from allhands.loop.schedule import learning_rates
+from allhands.loop.settings import Data, LoopSettings
+from allhands.loop.step_function import Rows, StepFunction, values_in
 from allhands.loop.task import Objective, Task
-from allhands.step import OptimizerStep, Precision
+from allhands.loop.trainable import check_trainable
+from allhands.loop.workers import strategy_for
+from allhands.step.modes import evaluation_mode
 from allhands.strategies import Strategy
-from allhands.world import World
+from allhands.world import World, current_world, finalize, init
 
 
-class Loop(Lifecycle):
-    """A training whose steps somebody else writes: the data's shares, exact optimizer steps,
-    checkpoints, and what all ranks decide together.
+class Loop(BaseLoop):
+    """A training whose steps you write, exact on any number of workers.
+
+    It runs in one process, and in each process that a launcher has started (``allhands launch``,
+    torchrun, srun, mpirun, `allhands.spawn`)::
+
+        loop = allhands.Loop(model=model, optimizer=optimizer, loaders={"train": train})
+
+        def loss_of(batch):
+            x, y = batch
+            return F.cross_entropy(loop.model(x), y)
+
+        for epoch in loop.epochs(10):
+            for batch in epoch.train:
+                loop.step(loss_of, batch)
 
     Args:
-        settings, world, reporter: see `Lifecycle`.
-        task: what is known of the steps.
-        checkpoints: makes the checkpoints.
-        epochs: in all, those of a resumed checkpoint included.
+        model, optimizer, scheduler: of a training with one optimizer. A scheduler may be
+            ``(scheduler, "step")`` or ``(scheduler, "epoch")``.
+        models, optimizers, schedulers: dicts by name, instead of these. A model that no optimizer
+            trains (a teacher, a moving average) is placed and saved too.
+        loaders, datasets: as for `SupervisedRunner.train`; None where batches come from elsewhere.
+        strategy: the name of a strategy or a `Strategy`; None is "ddp" with several workers.
+        device: "cpu" or "cuda"; None takes a GPU where there is one.
+        precision: "fp32", "bf16" or "fp16".
+        clip_norm: bound of the global gradient norm of each optimizer.
+        accumulate: micro-batches in one optimizer step.
+        logdir: folder for checkpoints, ``metrics.csv`` and TensorBoard files.
+        resume: a checkpoint, or "auto" for the newest whole one in `logdir`.
+        seed: decides sample order, dropout, `randn` and `rand`.
+        save_every: iterations between two checkpoints within an epoch.
+        save_minutes: minutes after which a checkpoint is due within an epoch.
+        steps_per_epoch: end an epoch after so many iterations.
+        step: how a step is taken, as for `SupervisedRunner.train`; "graph" captures step functions
+            in CUDA graphs, which replay what they have asked the GPU for and nothing else.
+        activation_checkpointing: as for `SupervisedRunner.train`.
 
     Attributes:
-        feeds: this rank's view of each loader, by name.
-        trained: those that are trained on.
-        groups: what is exchanged and updated together, by name.
-        measure: the losses of the loader that is trained on; None between two loaders.
-        logged: further means of that loader.
-        passes: how far the data was read, where epochs have a length of their own; else None.
-        stream: number of the stream from which dropout draws on this rank.
+        world: the processes.
+        models: the modules to call, by name.
+        epoch: finished epochs.
+        global_step: iterations over all epochs.
+        history: ``{"epoch": […], "step": […], "lr": […], "seconds": […], "train": {"loss": […]}}``.
+
+    Raises:
+        UserError: an argument cannot be honoured; the message names it and what to write instead.
     """
 
-    checkpoints: LoopCheckpoints
+    level = True
+    checkpoints: OwnCheckpoints
 
     def __init__(
         self,
-        settings: LoopSettings,
-        world: World,
-        reporter: Reporter,
-        task: Task,
-        checkpoints: Callable[[Any], LoopCheckpoints] = LoopCheckpoints,
-        epochs: int = 0,
+        *,
+        model: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: Any = None,
+        models: Mapping[str, nn.Module] | None = None,
+        optimizers: Mapping[str, torch.optim.Optimizer] | None = None,
+        schedulers: Mapping[str, Any] | None = None,
+        loaders: Any = None,
+        datasets: Any = None,
+        strategy: str | Strategy | None = None,
+        device: str | None = None,
+        precision: str = "fp32",
+        clip_norm: float | None = None,
+        accumulate: int = 1,
+        logdir: str | Path | None = None,
+        resume: str | Path | None = None,
+        seed: int = 42,
+        save_every: int | None = None,
+        save_minutes: float | None = None,
+        steps_per_epoch: int | None = None,
+        step: str = "auto",
+        activation_checkpointing: Any = False,
     ) -> None:
-        self.task, self.num_epochs = task, epochs
-        self.settings, self.world = settings, world
-        self.measure: LossMean | None = None
-        self.passes = (
-            None if settings.steps_per_epoch is None or settings.same_epoch else DataPasses()
+        given_models = named("model", model, models)
+        self.several = models is not None or optimizers is not None
+        self._optimizers = named("optimizer", optimizer, optimizers)
+        self._schedulers = dict(schedulers or {})
+        if scheduler is not None:
+            self._schedulers["optimizer"] = scheduler
+        self.container = nn.ModuleDict(given_models)
+        settings = LoopSettings(
+            model=self.container if self.several else given_models["model"],
+            optimizer=next(iter(self._optimizers.values())),
+            data=Data(loaders, datasets, optional=True),
+            logdir=None if logdir is None else Path(logdir).expanduser().absolute(),
+            resume=resume
+            if resume in (None, "auto")
+            else str(Path(resume).expanduser().absolute()),
+            seed=seed,
+            accumulate=accumulate,
+            clip_norm=clip_norm,
+            precision=precision,
+            save_every=save_every,
+            save_minutes=save_minutes,
+            steps_per_epoch=steps_per_epoch,
+            step=step,
+            activation_checkpointing=activation_checkpointing,
         )
-        strategy = settings.strategy
-        strategy.check(world)
-        check_sync_batch_norm(settings.model, world)
-        self.feeds = build_feeds(
-            settings.data.sources(settings.seed),
-            world,
-            settings.seed,
-            settings.accumulate,
-            settings.data.same_everywhere,
-            strategy.place(world),
-            strategy.level,
+        before, world = current_world(), init(device=device)
+        if before is None and world.environment == "alone":
+            finalize()  # the caller has made no world and need not know of this one
+        settings.strategy = strategy_for(strategy, world)
+        check_own_steps(settings.strategy, world)
+        self._parts = group_settings(
+            settings, given_models, self._optimizers, self._schedulers, self.several
         )
-        self.trained = [feed for name, feed in self.feeds.items() if name.startswith("train")]
-        self.groups = {"model": OptimizerGroup(settings, world, task, self._try_on, reporter.line)}
-        self.counts, self.slices = strategy.counts(world), strategy.slices(world)
-        self.stream = strategy.stream(world)
-        together = None if strategy.alone else world
-        self._rows = {
-            feed.name: CountedRows(feed, task.rows_of, together, self.counts)
-            for feed in self.trained
-            if feed.own_collate
+        for part in self._parts.values():
+            part.validate()
+            check_trainable(part, world.world_size)
+        prepare_logdir(settings.logdir)
+        trained = {id(p) for part in self._parts.values() for p in part.model.parameters()}
+        self.others = {
+            name: one
+            for name, one in given_models.items()
+            if all(id(p) not in trained for p in one.parameters())
         }
-        self.logged = Logged(world)
-        #: Criteria that are modules of their own, to be compiled where the model is.
-        self.losses: list[Any] = []
-        self._steps: dict[tuple[int, str], OptimizerStep] = {}
-        self._resumed, self._started = False, 0.0
-        # The loader, samples and rows of a batch that no step was taken with.
-        self._open: tuple[Feed, int, CountedRows | None] | None = None
-        super().__init__(settings, world, reporter, checkpoints)
-        self.profile = None
-        if settings.profile is not None and settings.logdir is not None:
-            from allhands.loop.profile import Profile
-
-            self.profile = Profile(
-                settings.profile, settings.logdir / "profile", world, reporter.line
+        for one in self.others.values():
+            one.to(world.device)
+            broadcast_tensors([*(p.detach() for p in one.parameters()), *one.buffers()], world)
+        self.history = new_history()
+        self.registered: dict[str, tuple[Any, bool]] = {}
+        #: What the step function that runs was called on.
+        self.rows: Rows | None = None
+        self.has_gathered = False
+        # The iteration, and the step in it, for which random numbers are drawn.
+        self._drawing = (0, 0)
+        self._functions: dict[tuple[Any, str], tuple[StepFunction, Objective]] = {}
+        self._stepped: set[str] = set()
+        reporter: Reporter = ForwardingReporter(False)  # where `allhands.spawn` has started it
+        if handback.arrived is None:
+            reporter = ConsoleReporter(False)
+        if world.rank:
+            reporter = Reporter()
+        task = Task(
+            None, None, _rows_of, own_calls="the step function is your own", shows_gradients=True
+        )
+        super().__init__(settings, world, reporter, task, OwnCheckpoints)
+        if any(group.strategy.passes is not None for group in self.groups.values()):
+            raise UserError(
+                f"allhands.Loop(strategy={settings.strategy.name!r}): a pipeline runs the passes of "
+                "a step in its own order, in which a step function cannot be called; use "
+                "SupervisedRunner"
             )
+        self.device, self.main = world.device, world.rank == 0
+        self.measures = {
+            feed.name: LossMean(world, trains=True, counts=self.counts) for feed in self.trained
+        }
+        self._without_loader = LossMean(world, trains=True, counts=self.counts)
+        self.models = dict(self.others)
+        for name, one in given_models.items():
+            for group in self.groups.values():
+                if group.settings.model is one:
+                    self.models[name] = group.called
+            self.models.setdefault(name, one)
+        self._misuse = Misuse(self)
+        self._loggers: Loggers | None = None
 
-    # ------------------------------------------------------------------ the one group
-
-    @property
-    def _group(self) -> OptimizerGroup:
-        return next(iter(self.groups.values()))
-
-    @property
-    def strategy(self) -> Strategy:
-        """What the workers exchange; where there are several groups, of the first."""
-        return self._group.strategy
+    def parts(self, settings: LoopSettings) -> dict[str, LoopSettings]:
+        return self._parts
 
     @property
     def model(self) -> nn.Module:
-        """The module whose parameters are trained."""
-        return self._group.model
+        """The module to call in a step function."""
+        if self.several:
+            names = ", ".join(f"loop.models[{name!r}]" for name in self.models)
+            raise UserError(f"the loop has several models; write {names}")
+        return self.models["model"]
 
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer; where there are several, the first."""
-        return self._group.optimizer
+    # ------------------------------------------------------------------ epochs and steps
 
-    @property
-    def called(self) -> nn.Module:
-        """The module to call in a step."""
-        return self._group.called
+    def epochs(self, number: int) -> Iterator[Epoch]:  # type: ignore[override]
+        """The epochs that are left of `number`. After the body of each, a checkpoint is saved.
 
-    @property
-    def precision(self) -> Precision:
-        """The number format of forward passes."""
-        return self._group.precision
+        Raises:
+            SystemExit: a signal ended the training, after a checkpoint was saved.
+        """
+        self.num_epochs = number
+        with self._running():
+            for _ in super().epochs():
+                epoch = Epoch(self, self.epoch + 1)
+                self._stepped.clear()
+                yield epoch
+                rates, seconds = self._end(epoch)
+                self._report("epoch", f"{self.epoch}/{number}", epoch.values, rates, seconds)
 
-    @property
-    def schedule(self) -> Schedule:
-        """The learning-rate schedule of the first optimizer."""
-        return self._group.schedule
+    def steps(self, number: int) -> Iterator[Step]:
+        """The iterations that are left of `number`, over as many passes over the data as it takes;
+        without loaders, iterations of your own.
 
-    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The buffers of the models that are trained."""
-        for name, group in self.groups.items():
-            before = f"{name}/" if len(self.groups) > 1 else ""
-            for key, buffer in group.model.named_buffers():
-                yield before + key, buffer
+        Raises:
+            SystemExit: a signal ended the training, after a checkpoint was saved.
+        """
+        self.num_epochs, self.settings.steps_per_epoch = 1, number
+        if self.passes is None:
+            self.passes = DataPasses()
+        if len(self.trained) > 1:
+            raise UserError(
+                f"loop.steps with the loaders {', '.join(feed.name for feed in self.trained)}; "
+                "pass one whose name begins with 'train'"
+            )
+        with self._running():
+            for position in super().epochs():
+                measure = self._without_loader
+                batches: Iterator[Any]
+                if self.trained:
+                    measure = self.measures[self.trained[0].name]
+                    batches = (Batch(self, one) for one in self.train(self.trained[0], measure))
+                else:
+                    batches = self._own_iterations(position, number)
+                for batch in batches:
+                    step = Step(self, self.global_step + 1, batch)
+                    yield step
+                    step.close()
+                self._end(Epoch(self, 1))
+
+    def _own_iterations(self, position: Any, number: int) -> Iterator[None]:
+        self.begin_steps(self._without_loader)
+        for _ in self.due(iter(range(position.steps, number))):
+            yield None
+            self.global_step += 1
+            position.steps += 1
+
+    def _end(self, epoch: Epoch) -> tuple[list[float], float]:
+        """The body of an epoch is through; the learning rates with which it began, and how long it
+        took."""
+        assert self.position is not None
+        unused = [name for name in self.groups if name not in self._stepped]
+        if self._stepped and unused:
+            raise UserError(
+                f"no step used the optimizer '{unused[0]}' in {self.unit} {self.epoch + 1}; write "
+                f"loop.step(…, batch, optimizer={unused[0]!r}), or leave it out"
+            )
+        if not self.position.evaluating:
+            self.end_steps()
+        rates, seconds = self.position.rates, self.seconds
+        self.end_epoch()
+        if epoch.values:
+            self._record(self.epoch, epoch.values, rates, seconds)
+        self.save_epoch(epoch.metric, epoch.values)
+        return rates, seconds
+
+    def _record(self, epoch: int, values: Values, rates: list[float], seconds: float) -> None:
+        row = {"epoch": epoch, "step": self.global_step, "lr": rates[0], "seconds": seconds}
+        record(self.history, row, values)
+
+    def _report(
+        self, what: str, place: str, values: Values, rates: list[float], seconds: float
+    ) -> None:
+        number = int(place.split("/", maxsplit=1)[0])
+        if self._loggers is not None:
+            self._loggers.epoch(number, self.global_step, values, rates, seconds)
+        report_epoch(self.reporter, what, place, values, rates[0], seconds, False)
 
     @contextmanager
-    def buffers_made_equal(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Within, buffers are what evaluation would see; yields this rank's own."""
-        own: dict[str, torch.Tensor] = {}
-        with ExitStack() as stack:
-            for name, group in self.groups.items():
-                before = f"{name}/" if len(self.groups) > 1 else ""
-                buffers = stack.enter_context(group.strategy.buffers_made_equal(group.model))
-                own |= {before + key: buffer for key, buffer in buffers.items()}
-            yield own
+    def _running(self) -> Iterator[None]:
+        if self._loggers is not None:
+            raise UserError(
+                "the loop's training has ended; call loop.epochs(…) or loop.steps(…) once, and "
+                "make a new allhands.Loop for another training"
+            )
+        with calls.watch(self.world, worker.fail), self, self._misuse:
+            self._loggers = Loggers(
+                self.settings.logdir if self.main else None,
+                len(self.history["epoch"]),
+                self.global_step or None,
+            )
+            try:
+                yield
+            finally:
+                self._loggers.close()
+            self.finish()
+            for group in self.groups.values():
+                group.strategy.give_back(keep=True)
 
-    # ------------------------------------------------------------------ begin and end
+    # ------------------------------------------------------------------ one step
 
-    def _try_on(self, module: nn.Module, pieces: int) -> None:
-        """Call a module on a micro-batch of the training data, of which `pieces` make a batch."""
-        assert self.task.call is not None
-        feed = self.trained[0]
-        batch = feed.example(max(2, -(-(feed.batch_size or 32) // pieces)))  # BatchNorm needs two
-        with Precision(self.settings.precision, self.world.device).autocast():
-            self.task.call(module, batch)
+    def step(  # type: ignore[override]
+        self,
+        fn: Callable[[Any], Any],
+        batch: Any,
+        optimizer: str | None = None,
+        again: bool = False,
+    ) -> None:
+        """Call a step function on this rank's micro-batches, and take a step of the optimizer with
+        the gradient of the global batch.
 
-    def contexts(self) -> Iterator[AbstractContextManager[Any]]:
-        for group in self.groups.values():
-            yield recomputing(group)
-            yield compiling(group, self.losses, self.reporter.line)
-
-    def check_schedule(self) -> str:
-        settings = self.settings
-        if settings.limit or settings.cut_short or not self.trained:
-            return ""  # a trial, which is shorter than the training
-        lengths = [self.steps_of_epoch(feed) for feed in self.trained]
-        steps = None if None in lengths else self.num_epochs * sum(lengths)  # type: ignore[arg-type]
-        notes = [
-            group.schedule.check_length(steps, self.num_epochs, self.global_step, self.epoch)
-            for group in self.groups.values()
-        ]
-        return "\n".join(filter(None, notes))
-
-    def begin(self) -> None:
-        peak.start(self.world)
-        for group in self.groups.values():
-            group.begin(self.global_step)
-        self._resumed = self.position is not None
-
-    def announce(self, note: str) -> None:
-        announce(self, note)
-
-    def release(self) -> None:
-        for group in self.groups.values():
-            group.close()
-        if self.profile is not None:
-            self.profile.close()
-        if self.passes is not None:
-            self.passes.close()
-        for feed in self.feeds.values():
-            feed.close()
-
-    def end(self) -> None:
-        for group in self.groups.values():
-            if self.position is not None:
-                group.set_mode(training=False)
-                # the model that is handed back is one for all ranks
-                group.strategy.sync_buffers()
-            group.strategy.finish()
-        if not self.signal:
-            self.reporter.line(peak.said(self.world))
-
-    def check_finite(self) -> None:
-        if self.measure is not None:
-            self.measure.check_finite()
-
-    # ------------------------------------------------------------------ epochs
-
-    def epochs(self) -> Iterator[Position]:
-        """The epochs that are left. After each, `end_epoch` must have been called.
+        Args:
+            fn: takes a micro-batch to its loss: one number, the mean over its samples; or ``(sum,
+                count)``, what is divided by what; or a dict with a "loss" of either kind, whose
+                further values are means to be reported. It is called on two parts of its first
+                batch as well, to find out whether the loss is a mean over the samples.
+            batch: of ``epoch.train``; or tensors, or a tree of them, of this rank's own.
+            optimizer: its name, where there are several.
+            again: the batch was used by this optimizer already.
 
         Raises:
-            TrainingStopped: the training ends within an epoch.
+            UserError: what `fn` gave is no loss; a wrong name; a batch that was used already.
         """
-        while self.epoch < self.num_epochs and not self.ended:
-            if self.position is None:
-                self.position = Position(rates=learning_rates(self.optimizer))
-                # Dropout in this process: other draws in each epoch and on each rank, repeated
-                # when the run is.
-                seed_everything(derive_seed(self.settings.seed, "train", self.epoch, self.stream))
-            self._started = time.perf_counter() - self.position.seconds
-            yield self.position
+        name = self._group_named(optimizer)
+        if not isinstance(batch, Batch):
+            batch = self._own_batch(batch)
+        if name in batch.used and not again:
+            raise UserError(
+                f"the batch was used for a step of '{name}' already; take the next one, or write "
+                "loop.step(…, again=True) where it is meant"
+            )
+        batch.used.add(name)
+        self._stepped.add(name)
+        function, objective = self._function(fn, name)
+        function.fn = fn
+        others = [group for key, group in self.groups.items() if key != name]
+        self._drawing = batch.iteration, batch.steps
+        batch.steps += 1
+        with self._misuse.within(), self.groups[name].alone(others):
+            super().step(objective, (batch.parts, batch.counts, batch.total, False), name)
+
+    def _function(self, fn: Any, name: str) -> tuple[StepFunction, Objective]:
+        # A function that is made anew in each iteration has one code.
+        key = getattr(fn, "__code__", None) or id(fn), name
+        if key not in self._functions:
+            function = StepFunction(self, fn, StepFunction.name_of(fn))
+            function.rule.note = self.reporter.line
+            self._functions[key] = function, function.objective(partial(self._observe, name))
+        return self._functions[key]
+
+    def _observe(
+        self, name: str, output: Any, count: int, loss: torch.Tensor, factor: float, items: Any
+    ) -> None:
+        assert self.measure is not None
+        self.measure.observe(output, count, loss, factor, items)
+        if len(self.groups) > 1:
+            self.logged.add(f"{name}_loss", loss.detach() * (factor / float(items)), float(items))
+        for key, value in values_in(output).items():
+            self.logged.add(key, value, count)
+
+    def _group_named(self, name: str | None) -> str:
+        if name is None and len(self.groups) == 1:
+            return next(iter(self.groups))
+        if name not in self.groups:
+            raise UserError(
+                f"loop.step(…, optimizer={name!r}); the optimizers are {', '.join(self.groups)}"
+            )
+        return name
+
+    def _own_batch(self, batch: Any) -> Batch:
+        """A batch that no loader of the loop has made: each rank has its own rows."""
+        count = _rows_of(batch)
+        if not count:
+            raise UserError(
+                f"loop.step was given {kind_of(batch)} without a row; give every rank tensors "
+                "whose first dimension is the samples, at least one"
+            )
+        total = self.mean_of(count) * self.world.world_size
+        return Batch(self, ([batch], [count], round(total), False))
+
+    def mean_of(self, value: float) -> float:
+        """The mean of a number over the ranks."""
+        return float(self.mean(value, 1))
 
     @property
-    def seconds(self) -> float:
-        """How long the epoch has taken so far, without what lies between an interruption and its
-        resumption."""
-        return time.perf_counter() - self._started
+    def evaluated_feeds(self) -> list[Feed]:
+        """The loaders that are not trained on."""
+        return [feed for feed in self.feeds.values() if feed not in self.trained]
 
-    def save(self) -> None:
-        assert self.position is not None
-        self.position.seconds = self.seconds
-        super().save()
-
-    def end_epoch(self) -> None:
-        """The epoch is trained and evaluated."""
-        self.epoch += 1
-        self.position, self._resumed = None, False
-
-    def save_epoch(
-        self, metric: float, values: dict[str, dict[str, float]], best: bool = False
-    ) -> None:
-        """After `end_epoch`: let schedules advance, save a checkpoint, and ask the other ranks
-        whether to go on.
-
-        Args:
-            metric: what a ReduceLROnPlateau looks at.
-            values: the epoch's metrics by loader, for the checkpoint's summary.
-            best: whether they are the best so far.
-        """
-        for group in self.groups.values():
-            if group.schedule.each_epoch:
-                group.schedule.step(metric)
-        if self.settings.logdir is not None:
-            self.checkpoints.save(None, best, values)
-            self.agreement.saved()
-            self.signal = self.agreement.ask(self.global_step + self.evaluated).signal
-
-    # ------------------------------------------------------------------ the steps of an epoch
-
-    def train(self, feed: Feed, measure: LossMean) -> Iterator[Any]:
-        """The batches that are left for this rank in the current epoch of a loader, as `step` takes
-        them.
-
-        Args:
-            feed: the loader.
-            measure: takes in the losses; on leaving, those of the whole epoch are in it.
-
-        Raises:
-            TrainingStopped: the training ends here.
-        """
-        position, settings = self.position, self.settings
-        assert position is not None
-        self.measure = measure
-        measure.start(f"{self.unit} {self.epoch + 1}")
+    def means_so_far(self) -> dict[str, float]:
+        """The means of the steps since this was asked for the last time."""
+        measure = self.measure
+        assert measure is not None
+        values = self._means_of(measure) if self._stepped else {}
+        measure.start(measure.where)
         self.logged.start()
-        self._steps.clear()
+        return values
+
+    def report_step(self, number: int, values: Values) -> None:
+        """Print a row of an iteration, and write it down."""
+        rates, seconds = learning_rates(self.optimizer), self.seconds
+        self._record(self.epoch + 1, values, rates, seconds)
+        self._report("step", f"{number}/{self.settings.steps_per_epoch}", values, rates, seconds)
+
+    def measured(self, name: str) -> dict[str, float]:
+        """The means of the steps of a loader in this epoch, over all ranks."""
+        return self._means_of(self.measures[name])
+
+    def _means_of(self, measure: LossMean) -> dict[str, float]:
+        values = measure.result() | self.strategy.epoch_values()
+        if len(self.groups) > 1:
+            del values["loss"]  # of several losses
+        return values | self.logged.means(taken=values, everywhere=False)
+
+    @contextmanager
+    def evaluation_state(self) -> Iterator[None]:
+        """Within, all models are as they are evaluated: equal on all ranks, in evaluation mode,
+        without gradients. All ranks call it together."""
+        position = self.position
+        assert position is not None
+        through = all(feed.name in position.done for feed in self.trained) and bool(position.done)
+        if not position.evaluating and through:
+            self.end_steps()
+        in_between = not position.evaluating
+        if in_between:
+            for group in self.groups.values():
+                group.make_equal(f"at step {self.global_step}")
+        with evaluation_mode(self.container), torch.no_grad(), self.precision.autocast():
+            yield
         for group in self.groups.values():
-            group.train()
-        check_every, save_every = self.strategy.check_weights_every, settings.save_every or 0
-        next_check = self.global_step + check_every if check_every else math.inf
-        next_save = (self.global_step // save_every + 1) * save_every if save_every else math.inf
-        if self._resumed:
-            self._resumed = False
-            self.checkpoints.continue_epoch(position)
-        rows, agreement = self._rows.get(feed.name), self.agreement
-        for batch in self._batches(feed, position):
-            self._open = feed, batch[2], rows
-            yield batch
-            if self._open is not None:
-                self._count()  # no step was taken with it
-            step = self.global_step
-            if step >= next_check:
-                next_check = step + check_every
-                calls.note("comparing weights")
-                for group in self.groups.values():
-                    group.strategy.check_equal(f"at step {step}")
-            if step >= next_save:
-                next_save = step + save_every
-                self.check_finite()
-                self.save()
-            if self._stop_now or step + self.evaluated >= agreement.next:
-                self.after_iteration()
-        measure.check_finite()
-        self.measure = None
+            group.strategy.evaluated()
+            if in_between:
+                group.train()
 
-    def step(self, objective: Objective, batch: Any, group: str | None = None) -> None:
-        """Forward and backward passes, exchange, clipping, and the optimizer's update.
+    # ------------------------------------------------------------------ between the ranks
 
-        Args:
-            objective: what is computed.
-            batch: of `train`.
-            group: whose optimizer takes the step; None where there is one.
-        """
-        name = next(iter(self.groups)) if group is None else group
-        own = self.groups[name]
-        take = self._steps.get((id(objective), name))
-        if take is None:
-            take = self._steps[id(objective), name] = own.step_for(objective)
-            if self.profile is not None:
-                take.label = self.profile.label
-        if self.world.world_size > 1:
-            calls.note(("optimizer step", self.global_step + 1))
-        if own.captured is None:
-            take(*batch)
-        else:
-            own.captured(take, *batch)
-        if self._open is not None:
-            self._count()
-        if own.schedule.each_step:
-            own.schedule.step()
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The rows of all ranks, ``[rows of the global batch, …]``, in the order of the samples;
+        differentiable. To be called in a step function, on every rank.
 
-    def _count(self) -> None:
-        """An iteration is over, but for what the user does after its steps."""
-        assert self._open is not None
-        assert self.position is not None
-        feed, total, rows = self._open
-        self._open = None
-        self.global_step += 1
-        if self.profile is not None:
-            self.profile.step()
-        samples = total if rows is None else rows.samples
-        self.position.samples += samples
-        self.position.steps += 1
-        if self.passes is not None:
-            self.passes.took(feed, samples)
-
-    def look(self) -> None:
-        """Code of the user's has run between two steps: forget captured steps that it has
-        changed."""
-        for group in self.groups.values():
-            if group.captured is not None:
-                group.captured.look()
-
-    def end_steps(self) -> None:
-        """The loaders of the epoch that are trained on are through: what is evaluated and saved is
-        equal on all ranks."""
-        assert self.position is not None
-        number = self.epoch + 1
-        for group in self.groups.values():
-            calls.note(("comparing weights after epoch", number))
-            group.make_equal(f"after {self.unit} {number}")
-        self.position.evaluating = True
-
-    def evaluation(self, feed: Feed) -> Iterator[Any]:
-        """The batches for this rank of a loader that is evaluated, in the current epoch.
+        A loss of what it gives is a loss of the whole global batch: return it as it is.
 
         Raises:
-            TrainingStopped: the training ends here.
+            UserError: with ``accumulate`` above 1; a tensor that has no row a sample.
         """
-        assert self.position is not None
-        seed_everything(
-            derive_seed(self.settings.seed, "evaluate", feed.name, self.epoch, self.stream)
+        if self.settings.accumulate > 1:
+            raise UserError(
+                f"loop.gather with accumulate={self.settings.accumulate} would give the rows of "
+                "one micro-batch of each rank, and not of the global batch; write accumulate=1"
+            )
+        self.has_gathered = True
+        rows = self.rows
+        if rows is not None and not rows.count:
+            tensor = tensor[:0]
+        return gather_rows(tensor, self.world)
+
+    def mean(self, value: float | torch.Tensor, count: float = 1) -> torch.Tensor:
+        """The mean over all ranks of each rank's mean of `count` items; float64, without a
+        gradient. To be called on every rank."""
+        mine = torch.as_tensor(value, dtype=torch.float64, device=self.device).detach() * count
+        items = torch.tensor(float(count), dtype=torch.float64, device=self.device)
+        mine = mine.clone()
+        all_reduce_sum([mine, items], self.world)
+        return mine / items
+
+    def randn(self, *shape: int) -> torch.Tensor:
+        """Normal numbers for the rows of the micro-batch, the same for a sample at any number of
+        workers. To be called in a step function.
+
+        Args:
+            shape: ``rows, …``; the rows of the micro-batch.
+        """
+        return self._draw(torch.randn, shape)
+
+    def rand(self, *shape: int) -> torch.Tensor:
+        """As `randn`, between 0 and 1."""
+        return self._draw(torch.rand, shape)
+
+    def _draw(self, draw: Callable[..., torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
+        rows = self.rows
+        if rows is None:
+            raise UserError(
+                "loop.randn and loop.rand draw for the samples of a batch, in a step function; "
+                "elsewhere use torch.randn, which draws another stream on each rank"
+            )
+        rows.draws += 1
+        seed = derive_seed(self.settings.seed, "draw", *self._drawing, rows.draws)
+        generator = torch.Generator().manual_seed(seed)
+        whole = draw(rows.total, *shape[1:], generator=generator)
+        first = rows.first if rows.count else 0
+        return whole[first : first + shape[0]].to(self.device)
+
+    def print(self, *values: Any) -> None:
+        """Print on rank 0."""
+        self.reporter.line(" ".join(map(str, values)))
+
+    def register(self, name: str, value: Any, each_rank: bool = False) -> None:
+        """Save an object with every checkpoint, and load it when a training goes on.
+
+        Args:
+            name: under which it is saved.
+            value: has ``state_dict()`` and ``load_state_dict(state)``, made of numbers, strings,
+                tensors, lists and dicts.
+            each_rank: every rank has a state of its own (a replay buffer); it goes on with the same
+                number of workers only.
+
+        Raises:
+            UserError: it has no state, or the training has begun.
+        """
+        if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+            raise UserError(
+                f"loop.register({name!r}, {kind_of(value)}): it needs state_dict() and "
+                "load_state_dict(state)"
+            )
+        if self.position is not None or self.epoch:
+            raise UserError(f"loop.register({name!r}, …) comes before the first epoch or step")
+        self.registered[name] = value, each_rank
+
+    # ------------------------------------------------------------------ small things
+
+    def share(self, total: int) -> tuple[int, int]:
+        """The first sample of this rank in a global batch of `total`, and behind its last."""
+        rank, shares = self.strategy.place(self.world)
+        return share_of(total, rank, shares)
+
+    def to_device(self, batch: Any) -> Any:
+        """A batch with all its tensors on the loop's device."""
+        return batch if self.device.type == "cpu" else to_device(batch, self.device)
+
+
+def check_own_steps(strategy: Strategy, world: World) -> None:
+    """Raise `UserError` for a strategy that cannot take steps of the user's own."""
+    asked = f"allhands.Loop(strategy={strategy.name!r})"
+    if strategy.train_instead() is not None:
+        raise UserError(
+            f"{asked}: its rounds are no steps of one optimizer; write "
+            f"SupervisedRunner().train(distributed={strategy.name!r}, …)"
         )
-        self.position.seconds = self.seconds
-        return self.between(itertools.islice(feed.epoch(self.epoch), self.settings.limit))
+    if strategy.slices(world) is not None:
+        raise UserError(
+            f"{asked} leaves the model's outputs in slices, of which a step function would compute "
+            "another loss on each rank; write loss_parallel=False"
+        )
 
-    def _batches(self, feed: Feed, position: Position) -> Iterator[Any]:
-        """The steps of the epoch that are left."""
-        settings = self.settings
 
-        def steps_of(epoch: int, skip: int) -> Iterator[Any]:
-            steps = feed.epoch(epoch, skip)
-            return self._rows[feed.name](steps) if feed.name in self._rows else steps
-
-        if self.passes is not None:
-            number = self.steps_of_epoch(feed)
-            assert number is not None
-            steps = self.passes.steps(feed, steps_of, max(0, number - position.steps))
-        else:
-            steps = steps_of(0 if settings.same_epoch else self.epoch, position.samples)
-            if settings.limit:
-                steps = itertools.islice(steps, max(0, settings.limit - position.steps))
-        return steps if self.profile is None else self.profile.reading(steps)
-
-    def steps_of_epoch(self, feed: Feed) -> int | None:
-        """Iterations of an epoch with a loader that is trained on; None when only reading tells."""
-        settings = self.settings
-        steps = feed.num_steps if self.passes is None else settings.steps_per_epoch
-        return min(steps, settings.limit) if settings.limit and steps else steps
+def _rows_of(batch: Any) -> int | None:
+    """The rows of a batch: of the first tensor in it."""
+    if isinstance(batch, torch.Tensor):
+        return len(batch) if batch.dim() else None
+    members = batch.values() if isinstance(batch, Mapping) else batch
+    if isinstance(members, (str, bytes)) or not hasattr(members, "__iter__"):
+        return None
+    return next((rows for rows in map(_rows_of, members) if rows is not None), None)

@@ -19,8 +19,8 @@ from allhands.loop.position import Position
 from allhands.strategies import STRATEGIES
 
 if TYPE_CHECKING:
+    from allhands.loop.base_loop import BaseLoop
     from allhands.loop.group import OptimizerGroup
-    from allhands.loop.loop import Loop
 
 FORMAT = 2
 Tensors = dict[str, torch.Tensor]
@@ -33,9 +33,9 @@ class LoopCheckpoints(Checkpoints):
     dict by the groups' names where there are several.
     """
 
-    loop: Loop
+    loop: BaseLoop
 
-    def __init__(self, loop: Loop) -> None:
+    def __init__(self, loop: BaseLoop) -> None:
         super().__init__(loop)
         # Each rank's part of a checkpoint from the middle of an epoch that this rank takes up,
         # until that epoch goes on.
@@ -55,7 +55,7 @@ class LoopCheckpoints(Checkpoints):
         assert self._saver is not None
         calls.note(("saving a checkpoint after optimizer step", loop.global_step))
         state = self.state()
-        own: Tensors = {}
+        own: Tensors = self.own()
         within = position is not None
         # Only rank 0 draws from the user's samplers, so what they need is its own.
         passes = loop.passes
@@ -88,6 +88,10 @@ class LoopCheckpoints(Checkpoints):
         with loop.buffers_made_equal() as buffers:
             own |= {f"buffers/{name}": value for name, value in buffers.items()}
             return self._saver.save(state, own, summary, loop.global_step, best)
+
+    def own(self) -> Tensors:
+        """Further tensors that this rank alone has."""
+        return {}
 
     def state(self) -> dict[str, Any]:
         """What all ranks hold alike."""

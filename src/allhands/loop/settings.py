@@ -29,9 +29,13 @@ class Data:
     datasets: Any = None
     #: One process has sent the data to all workers, so they need not be compared.
     same_everywhere: bool = False
+    #: There may be none.
+    optional: bool = False
 
     def sources(self, seed: int) -> dict[str, Source]:
         """One source a loader. Calls the user's ``get_datasets_fn`` where there is one."""
+        if self.optional and self.loaders is None and self.datasets is None:
+            return {}
         if (self.loaders is None) == (self.datasets is None):
             given = "neither" if self.loaders is None else "both"
             raise UserError(f"pass either loaders= or datasets=; {given} was given")

@@ -21,7 +21,8 @@ class Task:
         criterion: the loss; looked at where steps are captured.
         rows_of: the rows in a batch that a collate function of the user's has made; None: as many
             as it was given.
-        own_calls: the user's own code calls the model in a step.
+        own_calls: the code of the user's that calls the model in a step, as the beginning of a
+            sentence; "" where there is none.
         keeps_outputs: outputs and targets of a step are used after it.
         shows_gradients: gradients are looked at after a step.
     """
@@ -29,7 +30,7 @@ class Task:
     call: Callable[[nn.Module, Any], Any] | None
     criterion: Any
     rows_of: Callable[[Any], int | None]
-    own_calls: bool = False
+    own_calls: str = ""
     keeps_outputs: bool = False
     shows_gradients: bool = False
 

@@ -208,7 +208,19 @@ def gather_nodes(
     return here, rendezvous
 
 
-def _strategy(distributed: bool | str | Strategy) -> Strategy | None:
+def strategy_for(strategy: str | Strategy | None, world: World) -> Strategy:
+    """The strategy of a training in a world that is there; None is "ddp" with several workers.
+
+    Raises:
+        UserError: it cannot run in this world.
+    """
+    chosen = _strategy(strategy) or (DDP() if world.world_size > 1 else Single())
+    chosen.check_size(world.world_size)
+    chosen.check(world)
+    return chosen
+
+
+def _strategy(distributed: bool | str | Strategy | None) -> Strategy | None:
     if distributed is None or distributed is False:
         return None
     if distributed is True:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from allhands.errors import UserError
-from allhands.loop.loop import Loop
+from allhands.loop.base_loop import BaseLoop
 from allhands.loop.loop_checkpoints import LoopCheckpoints
 from allhands.strategies.kept import in_parts, of_this_rank
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class RunnerCheckpoints(LoopCheckpoints):
     """The history, the best value, and the callbacks."""
 
-    def __init__(self, loop: Loop, training: Training) -> None:
+    def __init__(self, loop: BaseLoop, training: Training) -> None:
         super().__init__(loop)
         self.training = training
 

@@ -13,11 +13,11 @@ from torch import nn
 from allhands.errors import UserError, kind_of
 from allhands.launch import handback
 from allhands.loop import workers
-from allhands.loop.compiling import check_compiled
+from allhands.loop.history import History
 from allhands.loop.loggers import prepare_logdir
-from allhands.loop.recomputing import check_recomputed
 from allhands.loop.reporter import Reporter
-from allhands.loop.settings import Data, check_meta, check_model, check_values
+from allhands.loop.settings import Data, check_model, check_values
+from allhands.loop.trainable import check_trainable
 from allhands.runner import handed_back, standalone
 from allhands.runner.evaluation import check_over_batch
 from allhands.runner.hooks import check_runner
@@ -25,9 +25,8 @@ from allhands.runner.keys import Keys, check_keys, inputs_of, missing_key, takes
 from allhands.runner.metrics import named_metrics
 from allhands.runner.running import in_training
 from allhands.runner.train_settings import TrainSettings, callback_list
-from allhands.runner.training import History, Training
+from allhands.runner.training import Training
 from allhands.strategies import Strategy
-from allhands.strategies.alike import check_parameter_hooks, own_memory
 from allhands.world import World, slurm
 
 
@@ -317,15 +316,7 @@ class SupervisedRunner:
             )
         plan = self._plan(distributed, workers)
         settings.strategy = plan.strategy
-        settings.check_closure()
-        settings.strategy.check_settings(settings)
-        check_compiled(settings, plan.world_size)
-        check_recomputed(settings)
-        check_meta(settings)
-        own_memory(settings.model)
-        if plan.world_size > 1 or accumulate > 1:
-            check_parameter_hooks(settings.model, plan.world_size)
-        settings.strategy.check_training(settings, plan.world_size)
+        check_trainable(settings, plan.world_size)
         check_over_batch(criterion, settings.strategy, plan.world_size)
         # It takes half a second to import, so once for all workers.
         preload = (

@@ -15,9 +15,10 @@ from allhands.comm import hook_calls
 from allhands.data import Feed
 from allhands.errors import UserError
 from allhands.loop.announce import report_epoch
+from allhands.loop.base_loop import BaseLoop
+from allhands.loop.history import History, Values, new_history, record
 from allhands.loop.lifecycle import TrainingStopped
 from allhands.loop.loggers import Loggers
-from allhands.loop.loop import Loop
 from allhands.loop.position import Position
 from allhands.loop.reporter import Pace, Reporter
 from allhands.loop.schedule import learning_rates
@@ -33,9 +34,6 @@ from allhands.world import World
 
 if TYPE_CHECKING:
     from allhands.runner.supervised import SupervisedRunner
-
-History = dict[str, Any]
-Values = dict[str, dict[str, float]]
 
 
 class Training:
@@ -55,7 +53,7 @@ class Training:
     ) -> None:
         self.settings, self.world, self.reporter = settings, world, reporter
         self.num_epochs = 3 if settings.check else settings.num_epochs
-        self.history: History = {"epoch": [], "step": [], "lr": [], "seconds": []}
+        self.history = new_history()
         self.best: float | None = None
         self.best_epoch = 0
         self._best_state: dict[str, torch.Tensor] | None = None
@@ -64,11 +62,11 @@ class Training:
             call=_call(runner, settings, world),
             criterion=settings.criterion,
             rows_of=runner.rows_of,
-            own_calls=not runner.plain_batches,
+            own_calls="" if runner.plain_batches else "handle_batch is your own",
             keeps_outputs=bool(settings.metrics),
             shows_gradients=bool(self._step_hooks),
         )
-        self.loop = loop = Loop(
+        self.loop = loop = BaseLoop(
             settings,
             world,
             reporter,
@@ -246,7 +244,8 @@ class Training:
             self._hooks("on_evaluate_end")
         seconds = loop.seconds
         loop.end_epoch()
-        self._record(values, position.rates, seconds)
+        row = {"epoch": self.epoch, "step": self.step, "lr": position.rates[0], "seconds": seconds}
+        record(self.history, row, values)
         improved = self._update_best(values)
         self._hooks("on_epoch_end")
         main = values[self.valid_loader][settings.main_metric]
@@ -318,14 +317,6 @@ class Training:
             self.reporter.line(f"stopped {loop.where}: {loop.stop_reason}")
 
     # ------------------------------------------------------------------ what is remembered
-
-    def _record(self, values: Values, rates: list[float], seconds: float) -> None:
-        row = {"epoch": self.epoch, "step": self.step, "lr": rates[0], "seconds": seconds}
-        for key, value in row.items():
-            self.history[key].append(value)
-        for loader, metrics in values.items():
-            for name, value in metrics.items():
-                self.history.setdefault(loader, {}).setdefault(name, []).append(value)
 
     def _update_best(self, values: Values) -> bool:
         value = values[self.valid_loader][self.settings.main_metric]

@@ -140,7 +140,8 @@ class LocalSGD(Strategy):
                 "precision='fp16': each worker would scale its own loss, and checkpoints keep one "
                 "scale; write precision='bf16'"
             )
-        if LossRule(settings.criterion).sums:
+        criterion = getattr(settings, "criterion", None)  # a step function has none
+        if criterion is not None and LossRule(criterion).sums:
             raise UserError(
                 "the criterion sums over its samples, so that each worker would step along the sum "
                 "over its own part alone; write reduction='mean'"

@@ -1,0 +1,446 @@
+"""`BaseLoop`: the object on which every training by optimizer steps stands."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from allhands.comm import calls
+from allhands.data import CountedRows, Feed, build_feeds, derive_seed, seed_everything
+from allhands.errors import UserError
+from allhands.loop import peak
+from allhands.loop.announce import announce
+from allhands.loop.compiling import compiling
+from allhands.loop.group import OptimizerGroup
+from allhands.loop.lifecycle import Lifecycle
+from allhands.loop.logged import Logged
+from allhands.loop.loop_checkpoints import LoopCheckpoints
+from allhands.loop.loss_mean import LossMean
+from allhands.loop.passes import DataPasses
+from allhands.loop.position import Position
+from allhands.loop.recomputing import recomputing
+from allhands.loop.reporter import Reporter
+from allhands.loop.schedule import Schedule, learning_rates
+from allhands.loop.settings import LoopSettings, check_sync_batch_norm
+from allhands.loop.task import Objective, Task
+from allhands.step import OptimizerStep, Precision
+from allhands.strategies import Strategy
+from allhands.world import World
+
+
+class BaseLoop(Lifecycle):
+    """A training whose steps somebody else writes: the data's shares, exact optimizer steps,
+    checkpoints, and what all ranks decide together.
+
+    Args:
+        settings, world, reporter: see `Lifecycle`.
+        task: what is known of the steps.
+        checkpoints: makes the checkpoints.
+        epochs: in all, those of a resumed checkpoint included.
+
+    Attributes:
+        feeds: this rank's view of each loader, by name.
+        trained: those that are trained on.
+        groups: what is exchanged and updated together, by name.
+        measure: the losses of the loader that is trained on; None between two loaders.
+        logged: further means of that loader.
+        passes: how far the data was read, where epochs have a length of their own; else None.
+        stream: number of the stream from which dropout draws on this rank.
+    """
+
+    checkpoints: LoopCheckpoints
+    #: Every rank has a micro-batch in every step, see `allhands.data.feed`.
+    level = False
+
+    def __init__(
+        self,
+        settings: LoopSettings,
+        world: World,
+        reporter: Reporter,
+        task: Task,
+        checkpoints: Callable[[Any], LoopCheckpoints] = LoopCheckpoints,
+        epochs: int = 0,
+    ) -> None:
+        self.task, self.num_epochs = task, epochs
+        self.settings, self.world = settings, world
+        self.measure: LossMean | None = None
+        self.passes = (
+            None if settings.steps_per_epoch is None or settings.same_epoch else DataPasses()
+        )
+        strategy = settings.strategy
+        strategy.check(world)
+        check_sync_batch_norm(settings.model, world)
+        self.feeds = build_feeds(
+            settings.data.sources(settings.seed),
+            world,
+            settings.seed,
+            settings.accumulate,
+            settings.data.same_everywhere,
+            strategy.place(world),
+            strategy.level or self.level,
+        )
+        self.trained = [feed for name, feed in self.feeds.items() if name.startswith("train")]
+        self.groups = {
+            name: OptimizerGroup(part, world, task, self._try_on, reporter.line)
+            for name, part in self.parts(settings).items()
+        }
+        self.counts, self.slices = strategy.counts(world), strategy.slices(world)
+        self.stream = strategy.stream(world)
+        together = None if strategy.alone else world
+        self._rows = {
+            feed.name: CountedRows(feed, task.rows_of, together, self.counts)
+            for feed in self.trained
+            if feed.own_collate
+        }
+        self.logged = Logged(world)
+        #: Criteria that are modules of their own, to be compiled where the model is.
+        self.losses: list[Any] = []
+        self._steps: dict[tuple[int, str], OptimizerStep] = {}
+        self._resumed, self._started = False, 0.0
+        # The loader, samples and rows of a batch that no step was taken with.
+        self._open: tuple[Feed, int, CountedRows | None] | None = None
+        super().__init__(settings, world, reporter, checkpoints)
+        self.profile = None
+        if settings.profile is not None and settings.logdir is not None:
+            from allhands.loop.profile import Profile
+
+            self.profile = Profile(
+                settings.profile, settings.logdir / "profile", world, reporter.line
+            )
+
+    def parts(self, settings: LoopSettings) -> dict[str, LoopSettings]:
+        """The settings of each optimizer group, by name."""
+        return {"model": settings}
+
+    # ------------------------------------------------------------------ the one group
+
+    @property
+    def _group(self) -> OptimizerGroup:
+        return next(iter(self.groups.values()))
+
+    @property
+    def strategy(self) -> Strategy:
+        """What the workers exchange; where there are several groups, of the first."""
+        return self._group.strategy
+
+    @property
+    def model(self) -> nn.Module:
+        """The module whose parameters are trained."""
+        return self._group.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer; where there are several, the first."""
+        return self._group.optimizer
+
+    @property
+    def called(self) -> nn.Module:
+        """The module to call in a step."""
+        return self._group.called
+
+    @property
+    def precision(self) -> Precision:
+        """The number format of forward passes."""
+        return self._group.precision
+
+    @property
+    def schedule(self) -> Schedule:
+        """The learning-rate schedule of the first optimizer."""
+        return self._group.schedule
+
+    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The buffers of the models that are trained."""
+        for name, group in self.groups.items():
+            before = f"{name}/" if len(self.groups) > 1 else ""
+            for key, buffer in group.model.named_buffers():
+                yield before + key, buffer
+
+    @contextmanager
+    def buffers_made_equal(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Within, buffers are what evaluation would see; yields this rank's own."""
+        own: dict[str, torch.Tensor] = {}
+        with ExitStack() as stack:
+            for name, group in self.groups.items():
+                before = f"{name}/" if len(self.groups) > 1 else ""
+                buffers = stack.enter_context(group.strategy.buffers_made_equal(group.model))
+                own |= {before + key: buffer for key, buffer in buffers.items()}
+            yield own
+
+    # ------------------------------------------------------------------ begin and end
+
+    def _try_on(self, module: nn.Module, pieces: int) -> None:
+        """Call a module on a micro-batch of the training data, of which `pieces` make a batch."""
+        if self.task.call is None:
+            raise UserError(
+                f"strategy '{self.settings.strategy.in_words()}' calls the model before the first "
+                "step, which it cannot do where a step function of yours does; use "
+                "SupervisedRunner, or a strategy or option that does not (DDP(bucket_cap_mb=25))"
+            )
+        feed = self.trained[0]
+        batch = feed.example(max(2, -(-(feed.batch_size or 32) // pieces)))  # BatchNorm needs two
+        with Precision(self.settings.precision, self.world.device).autocast():
+            self.task.call(module, batch)
+
+    def contexts(self) -> Iterator[AbstractContextManager[Any]]:
+        for group in self.groups.values():
+            yield recomputing(group)
+            yield compiling(group, self.losses, self.reporter.line)
+
+    def check_schedule(self) -> str:
+        settings = self.settings
+        if settings.limit or settings.cut_short or not self.trained:
+            return ""  # a trial, which is shorter than the training
+        lengths = [self.steps_of_epoch(feed) for feed in self.trained]
+        steps = None if None in lengths else self.num_epochs * sum(lengths)  # type: ignore[arg-type]
+        notes = [
+            group.schedule.check_length(steps, self.num_epochs, self.global_step, self.epoch)
+            for group in self.groups.values()
+        ]
+        return "\n".join(filter(None, notes))
+
+    def begin(self) -> None:
+        peak.start(self.world)
+        for group in self.groups.values():
+            group.begin(self.global_step)
+        self._resumed = self.position is not None
+
+    def announce(self, note: str) -> None:
+        announce(self, note)
+
+    def release(self) -> None:
+        for group in self.groups.values():
+            group.close()
+        if self.profile is not None:
+            self.profile.close()
+        if self.passes is not None:
+            self.passes.close()
+        for feed in self.feeds.values():
+            feed.close()
+
+    def end(self) -> None:
+        for group in self.groups.values():
+            if self.position is not None:
+                group.set_mode(training=False)
+                # the model that is handed back is one for all ranks
+                group.strategy.sync_buffers()
+            group.strategy.finish()
+        if not self.signal:
+            self.reporter.line(peak.said(self.world))
+
+    def check_finite(self) -> None:
+        if self.measure is not None:
+            self.measure.check_finite()
+
+    # ------------------------------------------------------------------ epochs
+
+    def epochs(self) -> Iterator[Position]:
+        """The epochs that are left. After each, `end_epoch` must have been called.
+
+        Raises:
+            TrainingStopped: the training ends within an epoch.
+        """
+        while self.epoch < self.num_epochs and not self.ended:
+            if self.position is None:
+                self.position = Position(rates=learning_rates(self.optimizer))
+                # Dropout in this process: other draws in each epoch and on each rank, repeated
+                # when the run is.
+                seed_everything(derive_seed(self.settings.seed, "train", self.epoch, self.stream))
+            self._started = time.perf_counter() - self.position.seconds
+            yield self.position
+
+    @property
+    def seconds(self) -> float:
+        """How long the epoch has taken so far, without what lies between an interruption and its
+        resumption."""
+        return time.perf_counter() - self._started
+
+    def save(self) -> None:
+        assert self.position is not None
+        self.position.seconds = self.seconds
+        super().save()
+
+    def end_epoch(self) -> None:
+        """The epoch is trained and evaluated."""
+        self.epoch += 1
+        self.position, self._resumed = None, False
+
+    def save_epoch(
+        self, metric: float, values: dict[str, dict[str, float]], best: bool = False
+    ) -> None:
+        """After `end_epoch`: let schedules advance, save a checkpoint, and ask the other ranks
+        whether to go on.
+
+        Args:
+            metric: what a ReduceLROnPlateau looks at.
+            values: the epoch's metrics by loader, for the checkpoint's summary.
+            best: whether they are the best so far.
+        """
+        for group in self.groups.values():
+            if group.schedule.each_epoch:
+                group.schedule.step(metric)
+        if self.settings.logdir is not None:
+            self.checkpoints.save(None, best, values)
+            self.agreement.saved()
+            self.signal = self.agreement.ask(self.global_step + self.evaluated).signal
+
+    # ------------------------------------------------------------------ the steps of an epoch
+
+    def train(self, feed: Feed, measure: LossMean) -> Iterator[Any]:
+        """The batches that are left for this rank in the current epoch of a loader, as `step` takes
+        them.
+
+        Args:
+            feed: the loader.
+            measure: takes in the losses; on leaving, those of the whole epoch are in it.
+
+        Raises:
+            TrainingStopped: the training ends here.
+        """
+        self.begin_steps(measure)
+        position = self.position
+        assert position is not None
+        rows = self._rows.get(feed.name)
+        for batch in self.due(self._batches(feed, position)):
+            self._open = feed, batch[2], rows
+            yield batch
+            if self._open is not None:
+                self._count()  # no step was taken with it
+        measure.check_finite()
+        self.measure = None
+
+    def begin_steps(self, measure: LossMean) -> None:
+        """Steps follow, whose losses `measure` takes in."""
+        position = self.position
+        assert position is not None
+        self.measure = measure
+        measure.start(f"{self.unit} {self.epoch + 1}")
+        self.logged.start()
+        self._steps.clear()
+        for group in self.groups.values():
+            group.train()
+        if self._resumed:
+            self._resumed = False
+            self.checkpoints.continue_epoch(position)
+
+    def due(self, iterations: Iterator[Any]) -> Iterator[Any]:
+        """The same iterations, with what is due between two of them."""
+        check_every, save_every = self.strategy.check_weights_every, self.settings.save_every or 0
+        step = self.global_step
+        next_check = step + check_every if check_every else math.inf
+        next_save = (step // save_every + 1) * save_every if save_every else math.inf
+        for iteration in iterations:
+            yield iteration
+            step = self.global_step
+            if step >= next_check:
+                next_check = step + check_every
+                calls.note("comparing weights")
+                for group in self.groups.values():
+                    group.strategy.check_equal(f"at step {step}")
+            if step >= next_save:
+                next_save = step + save_every
+                self.check_finite()
+                self.save()
+            if self._stop_now or step + self.evaluated >= self.agreement.next:
+                self.after_iteration()
+
+    def step(self, objective: Objective, batch: Any, group: str | None = None) -> None:
+        """Forward and backward passes, exchange, clipping, and the optimizer's update.
+
+        Args:
+            objective: what is computed.
+            batch: of `train`.
+            group: whose optimizer takes the step; None where there is one.
+        """
+        name = next(iter(self.groups)) if group is None else group
+        own = self.groups[name]
+        take = self._steps.get((id(objective), name))
+        if take is None:
+            take = self._steps[id(objective), name] = own.step_for(objective)
+            if self.profile is not None:
+                take.label = self.profile.label
+        if self.world.world_size > 1:
+            calls.note(("optimizer step", self.global_step + 1))
+        if own.captured is None:
+            take(*batch)
+        else:
+            own.captured(take, *batch)
+        if self._open is not None:
+            self._count()
+        if own.schedule.each_step:
+            own.schedule.step()
+
+    def _count(self) -> None:
+        """An iteration is over, but for what the user does after its steps."""
+        assert self._open is not None
+        assert self.position is not None
+        feed, total, rows = self._open
+        self._open = None
+        self.global_step += 1
+        if self.profile is not None:
+            self.profile.step()
+        samples = total if rows is None else rows.samples
+        self.position.samples += samples
+        self.position.steps += 1
+        if self.passes is not None:
+            self.passes.took(feed, samples)
+
+    def look(self) -> None:
+        """Code of the user's has run between two steps: forget captured steps that it has
+        changed."""
+        for group in self.groups.values():
+            if group.captured is not None:
+                group.captured.look()
+
+    def end_steps(self) -> None:
+        """The loaders of the epoch that are trained on are through: what is evaluated and saved is
+        equal on all ranks."""
+        assert self.position is not None
+        number = self.epoch + 1
+        for group in self.groups.values():
+            calls.note(("comparing weights after epoch", number))
+            group.make_equal(f"after {self.unit} {number}")
+        self.position.evaluating = True
+
+    def evaluation(self, feed: Feed) -> Iterator[Any]:
+        """The batches for this rank of a loader that is evaluated, in the current epoch.
+
+        Raises:
+            TrainingStopped: the training ends here.
+        """
+        assert self.position is not None
+        seed_everything(
+            derive_seed(self.settings.seed, "evaluate", feed.name, self.epoch, self.stream)
+        )
+        self.position.seconds = self.seconds
+        return self.between(itertools.islice(feed.epoch(self.epoch), self.settings.limit))
+
+    def _batches(self, feed: Feed, position: Position) -> Iterator[Any]:
+        """The steps of the epoch that are left."""
+        settings = self.settings
+
+        def steps_of(epoch: int, skip: int) -> Iterator[Any]:
+            steps = feed.epoch(epoch, skip)
+            return self._rows[feed.name](steps) if feed.name in self._rows else steps
+
+        if self.passes is not None:
+            number = self.steps_of_epoch(feed)
+            assert number is not None
+            steps = self.passes.steps(feed, steps_of, max(0, number - position.steps))
+        else:
+            steps = steps_of(0 if settings.same_epoch else self.epoch, position.samples)
+            if settings.limit:
+                steps = itertools.islice(steps, max(0, settings.limit - position.steps))
+        return steps if self.profile is None else self.profile.reading(steps)
+
+    def steps_of_epoch(self, feed: Feed) -> int | None:
+        """Iterations of an epoch with a loader that is trained on; None when only reading tells."""
+        settings = self.settings
+        steps = feed.num_steps if self.passes is None else settings.steps_per_epoch
+        return min(steps, settings.limit) if settings.limit and steps else steps

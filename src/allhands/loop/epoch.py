@@ -1,0 +1,259 @@
+"""An epoch of a loop, as its user sees it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from allhands.data import derive_seed, preserved_generators, seed_everything
+from allhands.errors import UserError, did_you_mean
+from allhands.loop.logged import Logged
+from allhands.loop.step_function import Rows, StepFunction, loss_in, values_in
+
+if TYPE_CHECKING:
+    from allhands.data import Feed
+    from allhands.loop.loop import Loop
+
+
+class Batch:
+    """This rank's share of a global batch.
+
+    What `Loop.step` takes. Where the share is one micro-batch, it also stands for that one:
+    ``x, y = batch``, ``batch[0]`` and ``batch["image"]`` are its members, on the device.
+
+    Attributes:
+        parts: the micro-batches.
+        count: samples of this rank.
+        total: samples of all ranks.
+    """
+
+    def __init__(self, loop: Loop, step: Any) -> None:
+        batches, counts, self.total, _ = step
+        first, _ = loop.share(self.total)
+        self.count = sum(counts)
+        self.parts = []
+        for batch, count in zip(batches, counts, strict=True):
+            self.parts.append(Rows(batch, count, first, self.total))
+            first += count
+        self.counts = counts
+        self.used: set[str] = set()
+        #: Iterations before this one, and steps that were taken with it.
+        self.iteration, self.steps = loop.global_step, 0
+        self._loop = loop
+
+    def _only(self) -> Any:
+        if len(self.parts) != 1 or not self.count:
+            raise UserError(
+                f"this rank's share of the batch is {len(self.parts)} micro-batch(es) with "
+                f"{self.count} samples; look at its members in the step function, which is called "
+                "on each micro-batch"
+            )
+        return self._loop.to_device(self.parts[0].batch)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._only())
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._only()[key]
+
+    def __len__(self) -> int:
+        return self.count
+
+
+class Evaluation(Mapping[str, float]):
+    """This rank's share of a loader that is evaluated, and the means over all ranks.
+
+    Iterate over it for the batches, and call `add` for each. After the ``with``, it is a mapping
+    of names to means, the same on every rank.
+    """
+
+    def __init__(self, loop: Loop, name: str, steps: Iterator[Any]) -> None:
+        self._loop, self.name, self._steps = loop, name, steps
+        self._means = Logged(loop.world, "add")
+        self._values: dict[str, float] | None = None
+        self._count = 0
+
+    @property
+    def batches(self) -> Iterator[Any]:
+        """The micro-batches of this rank, on its device; each sample is in one of some rank's."""
+        for batches, counts, _, _ in self._steps:
+            for batch, count in zip(batches, counts, strict=True):
+                if count:
+                    self._count = count
+                    yield self._loop.to_device(batch)
+
+    def add(self, **means: float | torch.Tensor) -> None:
+        """Take in means over the samples of the current batch, by name."""
+        for name, value in means.items():
+            self._means.add(name, value, self._count)
+
+    def of(self, fn: Callable[[Any], Any]) -> None:
+        """Take in what a step function gives for each batch."""
+        where = StepFunction.name_of(fn)
+        for batch in self.batches:
+            result = fn(batch)
+            loss: Any = loss_in(result, where)
+            if isinstance(loss, tuple):
+                self._means.add("loss", loss[0] / loss[1], float(loss[1]))
+            else:
+                self.add(loss=loss)
+            self.add(**values_in(result))
+
+    def close(self) -> None:
+        """Put the sums of all ranks together; all call it."""
+        self._values = self._means.means(everywhere=False)
+
+    def __getitem__(self, name: str) -> float:
+        if self._values is None:
+            raise UserError(
+                f"the means of loader '{self.name}' are known after the `with epoch.evaluating(…)`"
+            )
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values or {})
+
+    def __len__(self) -> int:
+        return len(self._values or {})
+
+
+class Step:
+    """One iteration of `Loop.steps`.
+
+    Attributes:
+        number: counted from 1.
+        batch: this rank's share; None without loaders.
+    """
+
+    def __init__(self, loop: Loop, number: int, batch: Batch | None) -> None:
+        self._loop, self.number, self.batch = loop, number, batch
+        self._values: dict[str, dict[str, float]] = {}
+
+    def every(self, number: int) -> bool:
+        """Whether this is one of every `number` iterations."""
+        return self.number % number == 0
+
+    @contextmanager
+    def evaluating(self, name: str) -> Iterator[Evaluation]:
+        """Within, models are in evaluation mode and gradients off; yields an `Evaluation`. What is
+        drawn within does not change what training draws."""
+        loop = self._loop
+        feed = _feed(name, loop.evaluated_feeds, "evaluated")
+        with preserved_generators(), loop.evaluation_state():
+            seed_everything(derive_seed(loop.settings.seed, "evaluate", name, self.number))
+            evaluation = Evaluation(loop, name, feed.epoch(0))
+            yield evaluation
+            evaluation.close()
+        self._values[name] = dict(evaluation)
+
+    def evaluate(self, name: str, fn: Callable[[Any], Any]) -> dict[str, float]:
+        """As `Epoch.evaluate`."""
+        with self.evaluating(name) as evaluation:
+            evaluation.of(fn)
+        return dict(evaluation)
+
+    def train(self) -> dict[str, float]:
+        """The means of the steps since this was asked for the last time, over all ranks, which all
+        call it."""
+        return self._loop.means_so_far()
+
+    def log(self, **values: float) -> None:
+        """Print numbers, the same on every rank, in a row with this iteration's."""
+        self._values.setdefault("train", {}).update(
+            {name: float(value) for name, value in values.items()}
+        )
+
+    def close(self) -> None:
+        """The body of the iteration is through."""
+        if self._values:
+            self._loop.report_step(self.number, self._values)
+
+
+class Epoch:
+    """One epoch.
+
+    Attributes:
+        number: counted from 1.
+        values: what is printed and kept of it: by loader, names to means.
+        metric: what a ReduceLROnPlateau looks at; to be set by you.
+    """
+
+    def __init__(self, loop: Loop, number: int) -> None:
+        self._loop, self.number = loop, number
+        assert loop.position is not None
+        self.values: dict[str, dict[str, float]] = dict(loop.position.done)
+        self._was_evaluating = loop.position.evaluating
+        self.metric = math.nan
+
+    @property
+    def train(self) -> Iterator[Batch]:
+        """The batches of the loader that is trained on.
+
+        Raises:
+            UserError: there are several; write ``epoch.batches(name)``.
+        """
+        names = [feed.name for feed in self._loop.trained]
+        if len(names) > 1:
+            raise UserError(
+                f"epoch.train with the loaders {', '.join(names)}; write "
+                f"epoch.batches('{names[0]}')"
+            )
+        return self.batches(names[0])
+
+    def batches(self, name: str) -> Iterator[Batch]:
+        """The batches of a loader that is trained on, which are left in this epoch."""
+        loop, position = self._loop, self._loop.position
+        feed = _feed(name, loop.trained, "trained on")
+        assert position is not None
+        if name in position.done or self._was_evaluating:
+            return  # a resumed epoch is past it
+        for step in loop.train(feed, loop.measures[name]):
+            yield Batch(loop, step)
+        self.values[name] = loop.measured(name)
+        position.finish(name, self.values[name])
+
+    @contextmanager
+    def evaluating(self, name: str) -> Iterator[Evaluation]:
+        """Within, models are in evaluation mode and gradients off; yields an `Evaluation`.
+
+        Args:
+            name: of a loader that is not trained on.
+        """
+        loop = self._loop
+        feed = _feed(name, loop.evaluated_feeds, "evaluated")
+        with loop.evaluation_state():
+            evaluation = Evaluation(loop, name, loop.evaluation(feed))
+            yield evaluation
+            evaluation.close()
+        self.values[name] = dict(evaluation)
+
+    def evaluate(self, name: str, fn: Callable[[Any], Any]) -> dict[str, float]:
+        """The means of a step function's loss and further values over a loader, over all ranks.
+
+        Args:
+            name: of a loader that is not trained on.
+            fn: a step function, see `Loop.step`. Values beside the loss are means over the samples.
+        """
+        with self.evaluating(name) as evaluation:
+            evaluation.of(fn)
+        return dict(evaluation)
+
+    def log(self, **values: float) -> None:
+        """Add numbers, the same on every rank, to what is printed and kept of the epoch."""
+        own = self.values.setdefault("train", {})
+        own |= {name: float(value) for name, value in values.items()}
+
+
+def _feed(name: str, feeds: list[Feed], what: str) -> Feed:
+    for feed in feeds:
+        if feed.name == name:
+            return feed
+    known = [feed.name for feed in feeds]
+    raise UserError(
+        f"there is no loader '{name}' that is {what}{did_you_mean(name, known)} There are: "
+        f"{', '.join(known) or 'none'}"
+    )

@@ -1,0 +1,89 @@
+"""Backward passes and updates that a loop does not see, found in its first iterations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from allhands.errors import UserError
+
+if TYPE_CHECKING:
+    from allhands.loop.loop import Loop
+
+_ITERATIONS = 5  # looked at; hooks cost time in each step
+
+
+class Misuse:
+    """A context in which ``loss.backward()`` and ``optimizer.step()`` outside of `Loop.step` raise
+    `UserError`, as gradients there would not be those of the global batch.
+
+    Args:
+        loop: the training.
+    """
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop = loop
+        self._inside = 0
+        self._left = _ITERATIONS
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> None:
+        for name, group in self.loop.groups.items():
+            part = f", optimizer={name!r}" if len(self.loop.groups) > 1 else ""
+            if not group.strategy.takes_step:
+                self._hooks.append(
+                    group.optimizer.register_step_pre_hook(_Refusal(self, "optimizer.step()", part))
+                )
+            first = next((p for p in group.model.parameters() if p.requires_grad), None)
+            if first is not None:
+                self._hooks.append(
+                    first.register_post_accumulate_grad_hook(
+                        _Refusal(self, "loss.backward()", part)
+                    )
+                )
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._remove()
+
+    @contextmanager
+    def within(self) -> Iterator[None]:
+        """Within, the loop itself takes a step."""
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
+            if self._hooks and self.loop.global_step >= _ITERATIONS:
+                self._left -= 1
+                if self._left <= 0:
+                    self._remove()
+
+    def _remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the loop itself takes a step."""
+        return self._inside > 0
+
+
+class _Refusal:
+    def __init__(self, misuse: Misuse, call: str, part: str) -> None:
+        self.misuse, self.call, self.part = misuse, call, part
+
+    def __call__(self, *_: Any) -> None:
+        if not self.misuse.is_inside:
+            raise UserError(
+                f"{self.call} was called outside of loop.step, where gradients are those of one "
+                "rank's samples; write the loss as a function and call "
+                f"loop.step(loss_of, batch{self.part})"
+            )

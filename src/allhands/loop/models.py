@@ -1,0 +1,85 @@
+"""Which optimizer trains which models."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from allhands.errors import UserError, did_you_mean, kind_of
+from allhands.loop.settings import LoopSettings, check_model
+
+
+def named(what: str, one: Any, several: Mapping[str, Any] | None) -> dict[str, Any]:
+    """`one` under its kind's name, or `several` by their own.
+
+    Raises:
+        UserError: neither or both are given, or `several` is no dict of names.
+    """
+    if (one is None) == (several is None):
+        given = "neither" if one is None else "both"
+        raise UserError(f"pass {what}= or {what}s={{name: …}}; {given} was given")
+    if several is None:
+        return {what: one}
+    if not isinstance(several, Mapping) or not several:
+        raise UserError(f"{what}s is {kind_of(several)}; pass a dict of names to {what}s")
+    return {str(name): value for name, value in several.items()}
+
+
+def group_settings(
+    settings: LoopSettings,
+    models: Mapping[str, nn.Module],
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    schedulers: Mapping[str, Any],
+    several: bool,
+) -> dict[str, LoopSettings]:
+    """The settings of each optimizer's training, by the optimizer's name.
+
+    The model of an optimizer that trains parts of several models is a module that holds them.
+
+    Raises:
+        UserError: an optimizer trains no parameter of the models; a scheduler has no optimizer.
+    """
+    for name in schedulers:
+        if name not in optimizers:
+            raise UserError(
+                f"schedulers has {name!r}, which is no optimizer's name"
+                f"{did_you_mean(name, optimizers)} The optimizers are {', '.join(optimizers)}"
+            )
+    for name, model in models.items():
+        check_model(model)
+        if not name.isidentifier():
+            raise UserError(f"models has the name {name!r}; write one like a variable's")
+    parts: dict[str, LoopSettings] = {}
+    for name, optimizer in optimizers.items():
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise UserError(
+                f"optimizer {name!r} is {kind_of(optimizer)}; pass a torch.optim optimizer over "
+                "parameters of the models"
+            )
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        trained = {
+            key: model
+            for key, model in models.items()
+            if any(id(parameter) in own for parameter in model.parameters())
+        }
+        if not trained:
+            raise UserError(
+                f"the optimizer {name!r} trains no parameter of the models "
+                f"{', '.join(models)}; make it from one of them: "
+                f"torch.optim.{type(optimizer).__name__}(model.parameters(), …)"
+            )
+        model = next(iter(trained.values())) if len(trained) == 1 else nn.ModuleDict(trained)
+        parts[name] = replace(
+            settings,
+            model=model,
+            optimizer=optimizer,
+            scheduler=schedulers.get(name),
+            # Each is bound to its own model.
+            strategy=copy.deepcopy(settings.strategy) if several else settings.strategy,
+        )
+    return parts
