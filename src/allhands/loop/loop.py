@@ -181,8 +181,8 @@ class Loop(BaseLoop):
         super().__init__(settings, world, reporter, task, OwnCheckpoints)
         if any(group.strategy.passes is not None for group in self.groups.values()):
             raise UserError(
-                f"allhands.Loop(strategy={settings.strategy.name!r}): a pipeline runs the passes of "
-                "a step in its own order, in which a step function cannot be called; use "
+                f"allhands.Loop(strategy={settings.strategy.name!r}): a pipeline runs the passes "
+                "of a step in its own order, in which a step function cannot be called; use "
                 "SupervisedRunner"
             )
         self.device, self.main = world.device, world.rank == 0
@@ -555,7 +555,8 @@ def check_own_steps(strategy: Strategy, world: World) -> None:
             f"{asked}: its rounds are no steps of one optimizer; write "
             f"SupervisedRunner().train(distributed={strategy.name!r}, …)"
         )
-    if strategy.slices(world) is not None:
+    slices = strategy.slices(world)
+    if slices is not None and slices.loss_parallel:
         raise UserError(
             f"{asked} leaves the model's outputs in slices, of which a step function would compute "
             "another loss on each rank; write loss_parallel=False"
