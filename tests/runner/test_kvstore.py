@@ -125,7 +125,9 @@ def test_what_compression_left_over_is_lost_on_no_number_of_workers(
         world=SimpleNamespace(rank=rank, world_size=workers),
         reporter=SimpleNamespace(line=lines.append),
     )
-    group = SimpleNamespace(strategy=SimpleNamespace(load_own_tensors=load, name="ddp"))
+    group = SimpleNamespace(
+        strategy=SimpleNamespace(name="ddp"), exchange=SimpleNamespace(load_own_tensors=load)
+    )
     loading = object.__new__(loop_checkpoints.LoopCheckpoints)
     loading.loop = loop  # type: ignore[assignment]
     state = {"world_size": 2, "strategy": {"ddp": {}}}
@@ -168,7 +170,7 @@ class Within(Callback):
             if training.step == 3:
                 Path(f"begun-{training.world.rank}").write_text("")
         if training.step == 20 and sys.argv[1] == "kill" and training.world.rank == 0:
-            os.kill(training.settings.strategy._store.links[0].where["pid"], signal.SIGKILL)
+            os.kill(training.loop.exchange.stored.store.links[0].where["pid"], signal.SIGKILL)
 
 
 given = arguments(num_epochs=2, loaders={"train": DataLoader(classification(), 2, shuffle=True)})

@@ -13,7 +13,7 @@ from torch import nn
 
 from allhands import UserError
 from allhands.step import CapturedSteps, LossRule, OptimizerStep, Precision
-from allhands.strategies import Single
+from allhands.step.exchange import Exchange, Placement
 from allhands.world import World
 
 CPU = torch.device("cpu")
@@ -60,9 +60,8 @@ class Trained:
         self.outputs: list[torch.Tensor] = []
         self.said: list[str] = []
         self.captures = 0
-        strategy = Single()
         world = world_on(device)
-        strategy.prepare(self.model, world)
+        placement, exchange = Placement(self.model, world), Exchange()
 
         def observe(
             output: Any, target: Any, loss: torch.Tensor, factor: float, count: Any
@@ -85,7 +84,8 @@ class Trained:
             self.model.parameters(),
             self.optimizer,
             LossRule(nn.CrossEntropyLoss()),
-            strategy,
+            placement,
+            exchange,
             world,
             Precision("fp32", device),
             lambda batch: (self.model(batch[0].to(device)), batch[1].to(device)),

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from allhands import Single, UserError, World
+from allhands import UserError, World
 from allhands.step import LossRule, OptimizerStep, Precision
+from allhands.step.exchange import Exchange, Placement
 from allhands.step.update import update_function
 from tests.reference import Slope, mean_output
 
@@ -25,7 +26,8 @@ def step_for(
         model.parameters(),
         optimizer,
         LossRule(criterion),
-        Single(),
+        Placement(model, ALONE),
+        Exchange(),
         ALONE,
         Precision(precision, ALONE.device),
         lambda batch: (model(batch), batch),

@@ -245,8 +245,8 @@ class Fails(Callback):
     def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         self.evaluated += not output.requires_grad
         if self.evaluated == 3:
-            self.run.checkpoints.save(self.run.position)
-            self.run.checkpoints.wait()
+            self.run.loop.checkpoints.save(self.run.loop.position)
+            self.run.loop.checkpoints.wait()
             raise RuntimeError("in the middle of an evaluation")
         return nn.functional.cross_entropy(output, target)
 

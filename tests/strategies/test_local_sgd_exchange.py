@@ -3,7 +3,6 @@ bits."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,14 +15,27 @@ from allhands import LocalSGD, Single, SupervisedRunner, UserError, World
 from allhands.cli import run_objects
 from allhands.config import read_run
 from allhands.loop.workers import Plan
-from allhands.strategies.local_sgd_exchange import cut_in_fragments, layers_of
-from allhands.strategies.local_sgd_state import own_state, take_own_state
+from allhands.strategies import local_sgd
+from allhands.strategies.base import BindOptions, Bound
+from allhands.strategies.local_sgd_exchange import LocalSGDExchange
+from allhands.strategies.local_sgd_fragments import cut_in_fragments, layers_of
+from allhands.strategies.optimizer_means import own_state, take_own_state
 from allhands.verify.report import LOSSY, SAME
 from tests.runner.problems import arguments, classification, classifier, fit
 
 
 def world_of(size: int, rank: int = 0) -> World:
     return World(rank, rank, 0, size, size, torch.device("cpu"), "gloo", "explicit")
+
+
+def bound(strategy: LocalSGD, model: nn.Module, workers: int) -> Bound:
+    parameters = list(model.parameters()) or [nn.Parameter(torch.zeros(1))]
+    return strategy.bind(model, torch.optim.SGD(parameters, lr=0.1), world_of(workers))
+
+
+def parts_of(made: Bound) -> list[Any]:
+    assert isinstance(made.exchange, LocalSGDExchange)
+    return made.exchange.own.parts
 
 
 @pytest.mark.parametrize(
@@ -67,9 +79,9 @@ def test_trainings_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         UserError, match="2 layers with trained parameters of their own; set fragments to 2 or less"
     ):
-        LocalSGD(fragments=3).prepare(classifier(), world_of(1))
+        bound(LocalSGD(fragments=3), classifier(), 1)
     with pytest.raises(UserError, match="no parameter is trained; write distributed='ddp'"):
-        LocalSGD().prepare(nn.ReLU(), world_of(1))
+        bound(LocalSGD(), nn.ReLU(), 1)
     for changes, said in (
         ({"precision": "fp16"}, "write precision='bf16'"),
         ({"criterion": nn.CrossEntropyLoss(reduction="sum")}, "write reduction='mean'"),
@@ -170,12 +182,10 @@ def test_one_worker_averages_nothing_and_has_an_outer_optimizer(
     assert model.weight.item() == pytest.approx(1.5 + 1.75 + 1.875)
 
 
-def test_what_was_lost_is_owed_by_others() -> None:
+def test_what_was_lost_is_owed_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two have saved in int8; rank 0 of three, and each of two in fp32, add what all have lost to
     their next changes."""
-    saved = LocalSGD(every=4, compress="int8")
-    saved.prepare(classifier(), world_of(1))
-    (part,) = saved._parts
+    (part,) = parts_of(bound(LocalSGD(every=4, compress="int8"), classifier(), 1))
     zeros = torch.zeros_like(part.anchor)
     state = {
         "workers": 2,
@@ -192,13 +202,12 @@ def test_what_was_lost_is_owed_by_others() -> None:
         (LocalSGD(every=4, compress="int8"), 3, {}, None),
         (LocalSGD(every=4), 2, lost, 2 * (0.25 / 2 + 0.125)),
     ):
-        model = classifier()
-        strategy.prepare(model, world_of(1))
-        strategy.world = world_of(workers)
-        strategy.load_state_dict(state)
-        assert strategy.load_own_tensors(tensors)
-        strategy.begin(torch.optim.SGD(model.parameters(), lr=0.1), 5)
-        residual = strategy._parts[0].residual
+        monkeypatch.setattr(local_sgd, "broadcast_tensors", lambda tensors, world: None)
+        made = bound(strategy, classifier(), workers)
+        made.exchange.load_state_dict(state)
+        assert made.exchange.load_own_tensors(tensors)
+        made.exchange.begin(5)
+        residual = parts_of(made)[0].residual
         assert (None if residual is None else residual.unique().tolist()) == (
             None if expected is None else [expected]
         )
@@ -253,22 +262,23 @@ def test_the_run_file_chooses_it() -> None:
     ],
 )
 def test_a_note_says_where_it_is_not_the_training_of_one_process(
-    every: int, optimizer: Any, clip_norm: float | None, notes: int
+    every: int,
+    optimizer: Any,
+    clip_norm: float | None,
+    notes: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(local_sgd, "broadcast_tensors", lambda tensors, world: None)
     strategy = LocalSGD(every=every)
-    strategy.world = SimpleNamespace(world_size=2)  # type: ignore[assignment]
 
-    def said(kind: Any, bound: float | None) -> list[str]:
-        strategy.check_settings(
-            SimpleNamespace(
-                optimizer=kind(nn.Linear(2, 2).parameters(), lr=0.1),
-                clip_norm=bound,
-                precision="fp32",
-                criterion=nn.MSELoss(),
-            )
-        )
-        return strategy.notes()
+    def said(kind: Any, bound: float | None, workers: int = 2) -> list[str]:
+        model = nn.Linear(2, 2)
+        optimizer = kind(model.parameters(), lr=0.1)
+        options = BindOptions(clip_norm=bound)
+        made = strategy.bind(model, optimizer, world_of(workers), options)
+        return list(made.exchange.notes)
 
     assert len(said(optimizer, clip_norm)) == notes
-    assert all("another training" in note for note in strategy.notes())
+    assert all("another training" in note for note in said(optimizer, clip_norm))
+    assert said(optimizer, clip_norm, workers=1) == []
     assert said(torch.optim.SGD, None) == []  # the next training with the same object

@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import allhands
 from allhands import DDP, Callback, SupervisedRunner, UserError
+from allhands.step.exchange import Exchange
+from allhands.strategies.base import BindOptions, Bound
 from allhands.strategies.measured import backward_of, candidates_for, fastest, said
 from tests.runner.problems import classification
 from tests.worlds import in_world
@@ -81,8 +83,17 @@ class Normalised(nn.Module):
 calls: list[int] = []
 
 
-def train(cap: Any, **options: Any) -> tuple[dict[str, torch.Tensor], DDP]:
-    model, strategy = Normalised(), DDP(bucket_cap_mb=cap)
+class Kept(DDP):
+    """Keeps the exchange of its last training."""
+
+    def bind(self, *given: Any) -> Bound:
+        bound = super().bind(*given)
+        self.exchange = bound.exchange
+        return bound
+
+
+def train(cap: Any, **options: Any) -> tuple[dict[str, torch.Tensor], Exchange]:
+    model, strategy = Normalised(), Kept(bucket_cap_mb=cap)
     options = {
         "num_epochs": 2,
         "loaders": {"train": DataLoader(classification(50), 5, shuffle=True)},
@@ -95,7 +106,7 @@ def train(cap: Any, **options: Any) -> tuple[dict[str, torch.Tensor], DDP]:
         verbose=False,
         **options,
     )
-    return {**model.state_dict()}, strategy
+    return {**model.state_dict()}, strategy.exchange
 
 
 class Stream(IterableDataset[Any]):
@@ -115,14 +126,13 @@ def by_own_buckets(world: Any) -> tuple[float, list[str]]:
     ranks' in bf16."""
     model, strategy = Normalised().eval(), DDP(bucket_cap_mb="measured", compress="bf16")
     x = classification(50).tensors[0][world.rank :: world.world_size]
-    strategy.try_on = lambda module, _: module(x)
-    strategy.prepare(model, world)
-    strategy.try_on = None
-    strategy.begin(torch.optim.SGD(model.parameters()), 0)
+    options = BindOptions(try_on=lambda module, _: module(x))
+    exchange = strategy.bind(model, torch.optim.SGD(model.parameters()), world, options).exchange
+    exchange.begin(0)
     model(x).square().mean().backward()
-    strategy.complete(False, False)
+    exchange.complete(False, False)
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    strategy.finish()
+    exchange.finish()
     model.zero_grad()
     model(x).square().mean().backward()
     worst = 0.0
@@ -131,7 +141,7 @@ def by_own_buckets(world: Any) -> tuple[float, list[str]]:
         own = parameter.grad.bfloat16().float()
         dist.all_reduce(own)
         worst = max(worst, float((own.bfloat16().float() - found[name]).abs().max()))
-    return worst, strategy.notes()
+    return worst, list(exchange.notes)
 
 
 def measured(folder: str) -> dict[str, Any]:
@@ -146,19 +156,19 @@ def measured(folder: str) -> dict[str, Any]:
     )
 
     found["own buckets"], found["notes of own buckets"] = by_own_buckets(world)
-    weights, strategy = train("measured", logdir=f"{folder}/whole", callbacks=[Callback()])
-    found["notes"] = strategy.notes()
-    tried, chosen = len(calls), strategy.state_dict()["bucket_cap_mb"]
+    weights, exchange = train("measured", logdir=f"{folder}/whole", callbacks=[Callback()])
+    found["notes"] = exchange.notes
+    tried, chosen = len(calls), exchange.state_dict()["bucket_cap_mb"]
     by_name, _ = train(chosen)
     found["same"] = all(torch.equal(value, by_name[key]) for key, value in weights.items())
     train("measured", logdir=f"{folder}/parts", num_epochs=1, callbacks=[Callback()])
     before = len(calls)
-    again, strategy = train(
+    again, exchange = train(
         "measured", logdir=f"{folder}/parts", resume="auto", callbacks=[Callback()]
     )
     found["calls"] = (tried, len(calls) - before)
     found["resumed"] = all(torch.equal(value, again[key]) for key, value in weights.items())
-    found["notes of the resumed"] = strategy.notes()
+    found["notes of the resumed"] = exchange.notes
     with pytest.raises(UserError) as error:
         train("measured", loaders={"train": DataLoader(Stream(), 5)})
     found["stream"] = str(error.value)

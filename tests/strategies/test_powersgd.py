@@ -14,7 +14,10 @@ from torch import nn
 
 from allhands import DDP, Callback
 from allhands.data import derive_seed
+from allhands.step.exchange import Exchange
 from allhands.step.loss import NonFiniteLossError
+from allhands.strategies.base import Bound
+from allhands.strategies.ddp_exchange import DDPExchange
 from allhands.strategies.powersgd import PowerSGD
 from tests.reference import relative_difference
 from tests.strategies.workers_by_hand import (
@@ -164,18 +167,31 @@ def trained(folder: str) -> dict[str, Any]:
     return found
 
 
+kept: list[Exchange] = []
+
+
+class Kept(DDP):
+    """Keeps the exchange of its training."""
+
+    def bind(self, *given: Any) -> Bound:
+        bound = super().bind(*given)
+        kept.append(bound.exchange)
+        return bound
+
+
 def gone_on(folder: str) -> dict[str, Any]:
     """Three workers go on from what two have saved after step 5."""
-    strategy = DDP(compress={"name": "powersgd", "start": 2})
     train(
-        strategy,
+        Kept(compress={"name": "powersgd", "start": 2}),
         logdir=f"{folder}/three",
         resume=f"{folder}/2-middle",
         epochs=1,
         callbacks=[Callback()],
     )
-    assert isinstance(strategy._coded, PowerSGD)
-    return {"exchanges": strategy._coded.exchanges, "left": strategy.own_tensors()}
+    (exchange,) = kept
+    assert isinstance(exchange, DDPExchange)
+    assert isinstance(exchange._coded, PowerSGD)
+    return {"exchanges": exchange._coded.exchanges, "left": exchange.own_tensors()}
 
 
 @pytest.mark.serial

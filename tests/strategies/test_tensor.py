@@ -206,8 +206,7 @@ def sliced(
     tensor: Tensor, model: nn.Module, mesh: DeviceMesh
 ) -> tuple[Any, dict[str, torch.Tensor]]:
     model = copy.deepcopy(model)
-    tensor.check_model(model, mesh.size())
-    return model, tensor.parallelize(model, mesh)
+    return model, tensor.parallelize(model, mesh, tensor.check_model(model, mesh.size()))
 
 
 def compared(

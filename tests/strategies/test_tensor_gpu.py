@@ -69,7 +69,7 @@ class Equal(Callback):
     """The weights that all workers hold are equal to the last bit after each step."""
 
     def on_step_end(self, training: Any) -> None:
-        training.settings.strategy.check_equal(f"at step {training.step}")
+        training.loop.exchange.check_equal(f"at step {training.step}")
 
 
 @pytest.mark.gpu(2)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from allhands import DDP, UserError
+from allhands.strategies.base import Bound
 from allhands.world import World
 from tests.verify.problems import data, only, verified
 
@@ -113,10 +114,17 @@ def test_a_training_that_cannot_be_repeated() -> None:
 class HalvesGradients(DDP):
     """Changes gradients after the exchange, on all ranks alike."""
 
-    def complete(self, idle: bool, failed: bool) -> None:
-        super().complete(idle, failed)
-        with torch.no_grad():
-            self.bare[2].bias.grad.mul_(0.5)
+    def bind(self, model: nn.Module, optimizer: Any, world: World, *options: Any) -> Bound:
+        bound = super().bind(model, optimizer, world, *options)
+        complete = bound.exchange.complete
+
+        def halve(idle: bool, failed: bool) -> None:
+            complete(idle, failed)
+            with torch.no_grad():
+                model[2].bias.grad.mul_(0.5)  # type: ignore[index]
+
+        bound.exchange.complete = halve  # type: ignore[method-assign]
+        return bound
 
 
 def test_what_no_experiment_explains_is_said_to_be_so() -> None:
@@ -134,10 +142,10 @@ class Rounds(DDP):
 
     exact = False
 
-    def prepare(self, model: nn.Module, world: World) -> nn.Module:
+    def bind(self, model: nn.Module, optimizer: Any, world: World, *options: Any) -> Bound:
         for parameter in model.parameters():
             parameter.register_hook(lambda gradient: gradient.bfloat16().to(gradient.dtype))
-        return super().prepare(model, world)
+        return super().bind(model, optimizer, world, *options)
 
 
 def test_a_strategy_that_says_it_is_lossy_is_measured_and_not_accused() -> None:

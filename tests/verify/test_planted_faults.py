@@ -3,6 +3,7 @@ accused."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,9 @@ from allhands import DDP, SupervisedRunner, current_world
 from allhands.errors import UserError
 from allhands.models import GPT
 from allhands.strategies import Strategy
+from allhands.strategies.base import Bound
+from allhands.strategies.ddp_exchange import DDPExchange
+from allhands.strategies.model_state import ModelState
 from allhands.world import World
 from tests.verify.problems import data, network, only, verified
 
@@ -86,10 +90,12 @@ def test_a_gpt_with_gradients_that_are_zero_but_for_rounding_is_the_same() -> No
 class ForgetsOneLayer(DDP):
     """Does not exchange the gradient of the first layer's weight."""
 
-    def exchanged(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-        return [
-            (name, parameter) for name, parameter in super().exchanged(model) if name != "0.weight"
-        ]
+    def bind(self, model: nn.Module, optimizer: Any, world: World, *options: Any) -> Bound:
+        bound = super().bind(model, optimizer, world, *options)
+        if isinstance(bound.exchange, DDPExchange):
+            others = [pair for pair in bound.exchange.trained if pair[0] != "0.weight"]
+            bound.exchange._exchanged = lambda _: others  # type: ignore[method-assign]
+        return bound
 
 
 def test_a_layer_whose_gradient_is_not_exchanged() -> None:
@@ -106,7 +112,7 @@ def test_a_layer_whose_gradient_is_not_exchanged() -> None:
 class AveragesOverRanks(DDP):
     """Weights each rank's gradient with 1 / world size, whatever its number of samples."""
 
-    def prepare(self, model: nn.Module, world: World) -> nn.Module:
+    def bind(self, model: nn.Module, optimizer: Any, world: World, *options: Any) -> Bound:
         factor = torch.ones(())
 
         def look(module: nn.Module, args: tuple[torch.Tensor]) -> None:
@@ -118,7 +124,7 @@ class AveragesOverRanks(DDP):
             model.register_forward_pre_hook(look)
             for parameter in model.parameters():
                 parameter.register_hook(lambda gradient: gradient * factor)
-        return super().prepare(model, world)
+        return super().bind(model, optimizer, world, *options)
 
 
 def test_gradients_averaged_over_ranks_and_not_over_samples() -> None:
@@ -136,8 +142,9 @@ def test_gradients_averaged_over_ranks_and_not_over_samples() -> None:
 class KeepsBuffersApart(DDP):
     """Leaves each rank its own BatchNorm statistics."""
 
-    def sync_buffers(self) -> None:
-        pass
+    def bind(self, model: nn.Module, optimizer: Any, world: World, *options: Any) -> Bound:
+        bound = super().bind(model, optimizer, world, *options)
+        return replace(bound, state=ModelState(model, optimizer, world))
 
 
 def with_batch_norm() -> nn.Module:
@@ -187,11 +194,12 @@ class Wraps(Strategy):
     def check(self, world: World) -> None:
         pass
 
-    def prepare(self, model: nn.Module, world: World) -> nn.Module:
-        return nn.parallel.DistributedDataParallel(model) if world.world_size > 1 else model
-
-    def gradient_scale(self, world: World) -> float:
-        return float(world.world_size)
+    def bind(self, model: nn.Module, optimizer: Any, world: World, *options: Any) -> Bound:
+        bound = super().bind(model, optimizer, world, *options)
+        if world.world_size > 1:
+            bound.placement.module = nn.parallel.DistributedDataParallel(model)
+            bound.exchange.gradient_scale = float(world.world_size)
+        return bound
 
 
 def test_a_forward_pass_through_the_unwrapped_module() -> None:

@@ -7,8 +7,6 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
-
 from allhands.checks import check_whole
 from allhands.comm.compress import merged_old
 from allhands.errors import UserError, did_you_mean
@@ -254,9 +252,6 @@ class Federated(Strategy):
 
     def check(self, world: World) -> None:
         check_size(self.devices_per_client, world.world_size)
-
-    def prepare(self, model: nn.Module, world: World) -> nn.Module:
-        return model
 
     def train_instead(self) -> Callable[..., Any] | None:
         from allhands.federated.federated_training import train

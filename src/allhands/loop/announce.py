@@ -19,14 +19,14 @@ def announce(loop: BaseLoop, schedule_note: str) -> None:
     where = f"{world.world_size} worker{'s' if world.world_size > 1 else ''} on {world.device.type}"
     if world.world_size > 1:
         where += f", {world.backend}"
-    strategy, layout = loop.strategy.in_words(), loop.strategy.layout(world)
+    strategy, layout = loop.strategy.in_words(), loop.placement.layout
     data = _data(loop, bool(layout)) if loop.trained else "batches of your own"
     loop.reporter.line(
         f"allhands: {strategy}{f' ({layout})' if layout else ''}, {where}; {data}; "
         f"seed {settings.seed}"
     )
     for group in loop.groups.values():
-        for note in group.strategy.notes():
+        for note in group.exchange.notes:
             loop.reporter.line(note)
         if group.schedule.scheduler is not None:
             loop.reporter.line(group.schedule.describe())

@@ -31,7 +31,9 @@ from allhands.loop.schedule import Schedule, learning_rates
 from allhands.loop.settings import LoopSettings, check_sync_batch_norm
 from allhands.loop.task import Objective, Task
 from allhands.step import OptimizerStep, Precision
+from allhands.step.exchange import Exchange, Placement
 from allhands.strategies import Strategy
+from allhands.strategies.model_state import ModelState
 from allhands.world import World
 
 
@@ -91,8 +93,8 @@ class BaseLoop(Lifecycle):
             name: OptimizerGroup(part, world, task, self._try_on, reporter.line)
             for name, part in self.parts(settings).items()
         }
-        self.counts, self.slices = strategy.counts(world), strategy.slices(world)
-        self.stream = strategy.stream(world)
+        self.counts, self.slices = self.placement.counts, self.placement.slices
+        self.stream = self.placement.stream
         together = None if strategy.alone else world
         self._rows = {
             feed.name: CountedRows(feed, task.rows_of, together, self.counts)
@@ -129,6 +131,21 @@ class BaseLoop(Lifecycle):
     def strategy(self) -> Strategy:
         """What the workers exchange; where there are several groups, of the first."""
         return self._group.strategy
+
+    @property
+    def placement(self) -> Placement:
+        """How the model lies on the ranks; where there are several groups, of the first."""
+        return self._group.placement
+
+    @property
+    def exchange(self) -> Exchange:
+        """What travels in a step; where there are several groups, of the first."""
+        return self._group.exchange
+
+    @property
+    def state(self) -> ModelState:
+        """The plain model and optimizer; where there are several groups, of the first."""
+        return self._group.state
 
     @property
     def model(self) -> nn.Module:
@@ -169,7 +186,7 @@ class BaseLoop(Lifecycle):
         with ExitStack() as stack:
             for name, group in self.groups.items():
                 before = f"{name}/" if len(self.groups) > 1 else ""
-                buffers = stack.enter_context(group.strategy.buffers_made_equal(group.model))
+                buffers = stack.enter_context(group.state.buffers_made_equal())
                 own |= {before + key: buffer for key, buffer in buffers.items()}
             yield own
 
@@ -229,8 +246,8 @@ class BaseLoop(Lifecycle):
             if self.position is not None:
                 group.set_mode(training=False)
                 # the model that is handed back is one for all ranks
-                group.strategy.sync_buffers()
-            group.strategy.finish()
+                group.state.sync_buffers()
+            group.exchange.finish()
         if not self.signal:
             self.reporter.line(peak.said(self.world))
 
@@ -342,7 +359,7 @@ class BaseLoop(Lifecycle):
                 next_check = step + check_every
                 calls.note("comparing weights")
                 for group in self.groups.values():
-                    group.strategy.check_equal(f"at step {step}")
+                    group.exchange.check_equal(f"at step {step}")
             if step >= next_save:
                 next_save = step + save_every
                 self.check_finite()

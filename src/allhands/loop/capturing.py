@@ -45,7 +45,7 @@ def captured_steps(
     group: OptimizerGroup, task: Task, say: Callable[[str], None]
 ) -> CapturedSteps | None:
     """What takes the steps of a group from CUDA graphs; None where each is asked for anew."""
-    if not group.strategy.captures:
+    if not group.captures:
         return None
     return CapturedSteps(
         group.model,

@@ -17,6 +17,7 @@ from allhands.step import OptimizerStep, Precision
 from allhands.step.closure import ClosureStep, takes_closure
 from allhands.step.update import set_mode
 from allhands.strategies.alike import check_buffers_equal
+from allhands.strategies.base import BindOptions
 from allhands.world import World
 
 
@@ -28,7 +29,8 @@ class OptimizerGroup:
         model: the module that is evaluated and asked for its parameters.
         called: the module to call in a forward pass of a step.
         optimizer: the user's.
-        strategy: bound to the two.
+        strategy: its settings.
+        placement, exchange, state: what the strategy, bound to the two, has given.
         schedule: of the optimizer.
         precision: with a loss scale of its own.
         captured: takes the steps from CUDA graphs; None where each is asked for anew.
@@ -44,41 +46,39 @@ class OptimizerGroup:
     ) -> None:
         self.settings, self.world = settings, world
         self.optimizer, self.strategy = settings.optimizer, settings.strategy
-        self.model = model = settings.model
+        model = settings.model
         self.precision = Precision(settings.precision, world.device)
         strategy = self.strategy
         if not strategy.takes_meta:
             model.to(world.device)
             if self.optimizer.state:  # a state from earlier training follows its parameters
                 self.optimizer.load_state_dict(self.optimizer.state_dict())
-        strategy.scaler = scaler = self.precision.scaler
+        scaler = self.precision.scaler
         if scaler is not None and strategy.parted and world.world_size > 1:
             scaler.together = world
-        strategy.captures = captures_steps(settings, world, task, scaler is not None, say)
-        strategy.seed = settings.seed
-        strategy.try_on = try_on
-        self.called = strategy.prepare(model, world)
-        strategy.try_on = None
-        self.model = strategy.own_module(model)
-        strategy.bind(self.optimizer)
+        self.captures = captures_steps(settings, world, task, scaler is not None, say)
+        options = BindOptions(settings.seed, scaler, try_on, settings.clip_norm)
+        bound = strategy.bind(model, self.optimizer, world, options)
+        self.placement, self.exchange, self.state = bound.placement, bound.exchange, bound.state
+        self.called, self.model = self.placement.module, self.placement.model
         self.schedule = Schedule(settings.scheduler)
         self.captured = captured_steps(self, task, say)
         self._looked = False  # at what the first step has done to buffers
 
     def begin(self, step: int) -> None:
         """The training begins or goes on after optimizer step `step`."""
-        self.strategy.begin(self.optimizer, step)
+        self.exchange.begin(step)
         if self.captured is not None:
             self.captured.begin()
 
     def set_mode(self, training: bool) -> None:
         """Switch an optimizer whose weights in training are not those of evaluation."""
         if set_mode(self.optimizer, training) and self.world.world_size > 1:
-            self.strategy.updated()
+            self.exchange.updated()
 
     def train(self) -> None:
         """Steps follow: the model and the optimizer are in training mode."""
-        self.strategy.go_on()
+        self.exchange.go_on()
         self.set_mode(training=True)
         self.model.train()
         self.called.train()
@@ -91,7 +91,8 @@ class OptimizerGroup:
             self.model.parameters(),
             self.optimizer,
             objective.rule,
-            self.strategy,
+            self.placement,
+            self.exchange,
             self.world,
             self.precision,
             objective.forward,
@@ -107,14 +108,14 @@ class OptimizerGroup:
         """Before the first update, on all ranks: what would make the result another one without a
         word."""
         check_buffers_equal(self.model, self.world, took_part)
-        self.strategy.check_first_loss(loss)
+        self.exchange.check_first_loss(loss)
 
     def make_equal(self, where: str) -> None:
         """After the steps of an epoch: buffers are made equal on all ranks, and weights
         compared."""
         self.set_mode(training=False)
-        self.strategy.sync_buffers()
-        self.strategy.check_equal(where)
+        self.state.sync_buffers()
+        self.exchange.check_equal(where)
 
     @contextmanager
     def alone(self, others: list[OptimizerGroup]) -> Iterator[None]:

@@ -179,7 +179,7 @@ class Loop(BaseLoop):
             None, None, _rows_of, own_calls="the step function is your own", shows_gradients=True
         )
         super().__init__(settings, world, reporter, task, OwnCheckpoints)
-        if any(group.strategy.passes is not None for group in self.groups.values()):
+        if any(group.exchange.passes is not None for group in self.groups.values()):
             raise UserError(
                 f"allhands.Loop(strategy={settings.strategy.name!r}): a pipeline runs the passes "
                 "of a step in its own order, in which a step function cannot be called; use "
@@ -314,7 +314,7 @@ class Loop(BaseLoop):
                 self._loggers.close()
             self.finish()
             for group in self.groups.values():
-                group.strategy.give_back(keep=True)
+                group.state.give_back(keep=True)
 
     # ------------------------------------------------------------------ one step
 
@@ -426,7 +426,7 @@ class Loop(BaseLoop):
         return self._means_of(self.measures[name])
 
     def _means_of(self, measure: LossMean) -> dict[str, float]:
-        values = measure.result() | self.strategy.epoch_values()
+        values = measure.result() | self.exchange.epoch_values()
         if len(self.groups) > 1:
             del values["loss"]  # of several losses
         return values | self.logged.means(taken=values, everywhere=False)
@@ -447,7 +447,7 @@ class Loop(BaseLoop):
         with evaluation_mode(self.container), torch.no_grad(), self.precision.autocast():
             yield
         for group in self.groups.values():
-            group.strategy.evaluated()
+            group.placement.evaluated()
             if in_between:
                 group.train()
 
@@ -555,7 +555,7 @@ def check_own_steps(strategy: Strategy, world: World) -> None:
             f"{asked}: its rounds are no steps of one optimizer; write "
             f"SupervisedRunner().train(distributed={strategy.name!r}, …)"
         )
-    slices = strategy.slices(world)
+    slices = strategy.slices(world.world_size)
     if slices is not None and slices.loss_parallel:
         raise UserError(
             f"{asked} leaves the model's outputs in slices, of which a step function would compute "

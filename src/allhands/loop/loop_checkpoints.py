@@ -68,7 +68,7 @@ class LoopCheckpoints(Checkpoints):
         if loop.world.rank == 0:
             own |= {f"feeds/{key}": value for key, value in samplers.items()}
         for prefix, group in self._prefixes():
-            tensors = group.strategy.own_tensors()
+            tensors = group.exchange.own_tensors()
             own |= {f"{prefix}{key}": value.clone() for key, value in tensors.items()}
         state["position"] = position.to_dict() if position is not None else None
         summary = {
@@ -97,24 +97,22 @@ class LoopCheckpoints(Checkpoints):
         """What all ranks hold alike."""
         loop = self.loop
         for group in loop.groups.values():
-            group.strategy.collect()
+            group.state.collect()
         return {
             "format": FORMAT,
-            "model": self._by_group(lambda group: group.strategy.model_state(group.model)),
-            "optimizer": self._by_group(
-                lambda group: group.strategy.optimizer_state(group.optimizer)
-            ),
+            "model": self._by_group(lambda group: group.state.model_state()),
+            "optimizer": self._by_group(lambda group: group.state.optimizer_state()),
             "scheduler": self._by_group(lambda group: group.schedule.state_dict()),
             "scaler": self._by_group(_scaler_state),
             "epoch": loop.epoch,
             "step": loop.global_step,
             "strategy": {
-                loop.strategy.name: self._by_group(lambda group: group.strategy.state_dict())
+                loop.strategy.name: self._by_group(lambda group: group.exchange.state_dict())
             },
             "passes": loop.passes.places if loop.passes is not None else None,
             "seed": loop.settings.seed,
             "world_size": loop.world.world_size,
-            "layout": loop.strategy.layout(loop.world),
+            "layout": loop.placement.layout,
         }
 
     def _by_group(self, value_of: Callable[[OptimizerGroup], Any]) -> Any:
@@ -153,7 +151,7 @@ class LoopCheckpoints(Checkpoints):
         state = checkpoint.load(path, self.reads_whole)
         with checkpoint.reader(path) as read:
             for group, model in self._groups_of(state["model"], "model"):
-                group.strategy.load_model_state(group.model, model, read)
+                group.state.load_model_state(model, read)
 
     def load(self, path: Path, state: dict[str, Any]) -> None:
         loop, settings = self.loop, self.loop.settings
@@ -170,9 +168,9 @@ class LoopCheckpoints(Checkpoints):
         try:
             with checkpoint.reader(path) as read:
                 for group, model in self._groups_of(state["model"], "model"):
-                    group.strategy.load_model_state(group.model, model, read)
+                    group.state.load_model_state(model, read)
                 for group, optimizer in self._groups_of(state["optimizer"], "optimizer"):
-                    group.strategy.load_optimizer_state(group.optimizer, optimizer, read)
+                    group.state.load_optimizer_state(optimizer, read)
         except (RuntimeError, ValueError, KeyError) as error:
             raise UserError(
                 f"resume: the checkpoint is of another model or optimizer: {error}"
@@ -219,12 +217,11 @@ class LoopCheckpoints(Checkpoints):
             if name in feeds:
                 feed.load_state_dict(feeds[name])
         before = state["world_size"]
-        alike = before == world.world_size and state.get("layout", "") == strategy.layout(world)
-        if before == world.world_size or strategy.resumes_anywhere:
-            nothing: Any = {name: {} for name in loop.groups} if len(loop.groups) > 1 else {}
-            written = state["strategy"].get(strategy.name, nothing)
-            for group, part in self._groups_of(written, "strategy"):
-                group.strategy.load_state_dict(part)
+        alike = before == world.world_size and state.get("layout", "") == loop.placement.layout
+        nothing: Any = {name: {} for name in loop.groups} if len(loop.groups) > 1 else {}
+        written = state["strategy"].get(strategy.name, nothing)
+        for group, part in self._groups_of(written, "strategy"):
+            group.exchange.load_state_dict(part)
         for prefix, group in self._prefixes():
             self._load_strategys_own(path, state, first, prefix, group)
         if state["position"] is None:
@@ -252,9 +249,8 @@ class LoopCheckpoints(Checkpoints):
             f"{world.world_size} go on: with the same samples in the same order; dropout draws anew"
         )
         # Sums over ranks stay what they are when one rank holds all of them.
-        if world.rank == all_gather_text("counts" if strategy.counts(world) else "", world).index(
-            "counts"
-        ):
+        counting = all_gather_text("counts" if loop.placement.counts else "", world)
+        if world.rank == counting.index("counts"):
             self._own = [first, *(checkpoint.load_own(path, rank) for rank in range(1, before))]
 
     def _load_strategys_own(
@@ -277,7 +273,7 @@ class LoopCheckpoints(Checkpoints):
                 for name, value in _under(checkpoint.load_own(path, rank), prefix).items():
                     kept[name] = kept[name] + value if name in kept else value
         (written,) = state["strategy"]
-        if written == strategy.name and strategy.load_own_tensors(kept):
+        if written == strategy.name and group.exchange.load_own_tensors(kept):
             return
         said = STRATEGIES[written].own_in_words.format(strategy=strategy.name)
         self.loop.reporter.line(f"note: the checkpoint holds {said}")

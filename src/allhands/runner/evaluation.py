@@ -16,6 +16,7 @@ from allhands.loop.reporter import Pace, Reporter
 from allhands.runner.metrics import LoaderMetrics
 from allhands.step import LossRule, OverBatch, Precision, WholeBatch
 from allhands.step.counted import as_count, split_pair
+from allhands.step.exchange import Placement
 from allhands.step.modes import evaluation_mode
 from allhands.strategies.base import OutputElsewhere, Strategy
 from allhands.world import World
@@ -155,15 +156,15 @@ def evaluate_feed(
     precision: Precision,
     reporter: Reporter,
     label: str,
-    strategy: Strategy | None = None,
+    placement: Placement | None = None,
 ) -> dict[str, float]:
     """The loss and the metrics of a loader, in evaluation mode and without gradients; the same on
     every rank.
 
-    `strategy` says which share of the samples this rank has; None is its own.
+    `placement` says which share of the samples this rank has; None is its own.
     """
     metrics.start(label)
-    share = metrics.world.rank if strategy is None else strategy.place(metrics.world)[0]
+    share = metrics.world.rank if placement is None else placement.share
     whole = WholeBatch(metrics.world, share, metrics.counts) if rule.over_batch else None
     pace, done, pairs = Pace(), 0, None
     if feed.own_collate:
@@ -209,8 +210,8 @@ def evaluate_feed(
                     reporter.progress(label, done, feed.num_steps, metrics.running_loss())
     finally:
         forward.module = module
-        if strategy is not None:
-            strategy.evaluated()
+        if placement is not None:
+            placement.evaluated()
     if rule.check is not None:
         rule.settle(pairs, metrics.world.world_size > 1, metrics.world)
     return metrics.result()
@@ -242,7 +243,7 @@ def predict_feed(
     forward: Forward,
     precision: Precision,
     world: World,
-    strategy: Strategy,
+    placement: Placement,
 ) -> Any:
     """The model's output for every sample, in the order of the feed, on every rank, as CPU tensors.
 
@@ -257,7 +258,7 @@ def predict_feed(
     steps = feed.epoch(0)
     if feed.own_collate:
         steps = CountedRows(feed, forward.rows_of)(steps)
-    gives, slices = strategy.counts(world), strategy.slices(world)
+    gives, slices = placement.counts, placement.slices
     counts_by_step: list[int] = []
     outputs: list[list[torch.Tensor]] = []
     tree: Any = None
@@ -290,13 +291,11 @@ def predict_feed(
                     )
                 counts_by_step.append(sum(counts) if gives else 0)
     finally:
-        strategy.evaluated()
+        placement.evaluated()
     columns = [torch.cat(column) for column in zip(*outputs, strict=True)]
     if world.world_size == 1 and outputs:
         return _rebuild(tree, iter([column.cpu() for column in columns]))
-    return _gather(
-        columns, tree, counts_by_step, world, strategy.place(world)[0] if gives else None
-    )
+    return _gather(columns, tree, counts_by_step, world, placement.share if gives else None)
 
 
 def _gather(

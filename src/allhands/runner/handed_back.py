@@ -28,7 +28,6 @@ def send(
 ) -> None:
     """Hand back what this node's first worker has trained and collected; all ranks call it
     together."""
-    settings.strategy.collect()
     if world.local_rank != 0:
         return
     # The weights of a model on the meta device are in the checkpoints.

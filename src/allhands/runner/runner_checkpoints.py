@@ -33,7 +33,7 @@ class RunnerCheckpoints(LoopCheckpoints):
 
     def _callback_states(self) -> list[dict[str, Any]]:
         states = [callback.state_dict() for callback in self.training.settings.callbacks]
-        parts = self.loop.strategy.held_parts()
+        parts = self.loop.placement.held_parts()
         return states if parts is None else in_parts(states, parts, self.loop.world)
 
     def load(self, path: Path, state: dict[str, Any]) -> None:
@@ -44,7 +44,7 @@ class RunnerCheckpoints(LoopCheckpoints):
                 f"and this run has {len(callbacks)}; pass the same callbacks in the same order"
             )
         super().load(path, state)
-        states, parts = state["callbacks"], self.loop.strategy.held_parts()
+        states, parts = state["callbacks"], self.loop.placement.held_parts()
         if parts is not None:
             states = of_this_rank(states, parts, training.model)
         for callback, callback_state in zip(callbacks, states, strict=True):

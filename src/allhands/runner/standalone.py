@@ -23,6 +23,7 @@ from allhands.runner.evaluation import (
 from allhands.runner.metrics import LoaderMetrics
 from allhands.runner.running import in_training
 from allhands.step import Precision
+from allhands.step.exchange import Placement
 from allhands.strategies import DDP, Strategy
 from allhands.world import World
 
@@ -38,22 +39,23 @@ def evaluate(
     on_device = (
         _on_device(criterion, world.device) if isinstance(criterion, nn.Module) else nullcontext()
     )
-    with preserved_generators(), _placed(model, world) as (module, strategy), on_device:
-        if strategy.level:
+    with preserved_generators(), _placed(model, world) as placed, on_device:
+        module, strategy, placement = placed
+        if placement.level:
             check_over_batch(criterion, strategy, world.world_size)
-        feeds = _feeds(data.sources(seed), world, seed, shipped, strategy)
+        feeds = _feeds(data.sources(seed), world, seed, shipped, placement)
         forward, number = (
             Forward(runner, module, world.device, criterion, reporter.line),
             Precision(precision, world.device),
         )
-        counts, slices = strategy.counts(world), strategy.slices(world)
+        counts, slices = placement.counts, placement.slices
         values = {}
         for name, feed in feeds.items():
             rule = loss_rule(criterion, feed, runner, slices)
             measured = LoaderMetrics(metrics, world, trains=False, counts=counts, slices=slices)
             steps = feed.epoch(0)
             values[name] = evaluate_feed(
-                feed, steps, module, forward, rule, measured, number, reporter, name, strategy
+                feed, steps, module, forward, rule, measured, number, reporter, name, placement
             )
         reporter.close()
     return values
@@ -67,37 +69,36 @@ def predict(
     sources = data.sources(seed)
     for source in sources.values():
         source.shuffle = False
-    with preserved_generators(), _placed(model, world) as (module, strategy):
-        (feed,) = _feeds(sources, world, seed, shipped, strategy).values()
+    with preserved_generators(), _placed(model, world) as (module, _, placement):
+        (feed,) = _feeds(sources, world, seed, shipped, placement).values()
         forward = Forward(runner, module, world.device)
         return predict_feed(
-            feed, module, forward, Precision(precision, world.device), world, strategy
+            feed, module, forward, Precision(precision, world.device), world, placement
         )
 
 
-def _feeds(sources: Any, world: World, seed: int, shipped: bool, strategy: Strategy) -> Any:
+def _feeds(sources: Any, world: World, seed: int, shipped: bool, placement: Placement) -> Any:
     same = shipped and world.local_world_size == world.world_size
     return build_feeds(
         sources,
         world,
         seed,
         same_everywhere=same,
-        place=strategy.place(world),
-        level=strategy.level,
+        place=(placement.share, placement.shares),
+        level=placement.level,
     )
 
 
 @contextmanager
-def _placed(model: nn.Module, world: World) -> Iterator[tuple[nn.Module, Strategy]]:
-    """The module to call, and the strategy by which it lies on the ranks."""
+def _placed(model: nn.Module, world: World) -> Iterator[tuple[nn.Module, Strategy, Placement]]:
+    """The module to call, the strategy by which it lies on the ranks, and how it does."""
     module, training = in_training(model)
     if training is None:
         with _on_device(module, world.device):
-            yield module, DDP()
+            yield module, DDP(), Placement(module, world)
         return
-    strategy = training.settings.strategy
-    with strategy.buffers_made_equal(training.model):
-        yield module, strategy
+    with training.loop.buffers_made_equal():
+        yield module, training.settings.strategy, training.loop.placement
 
 
 @contextmanager

@@ -459,8 +459,9 @@ def _train(
         history: History = own_training(runner, settings, world, reporter, shipped)["history"]
     else:
         home = next(settings.model.parameters(), torch.empty(0)).device
-        history = Training(runner, settings, world, reporter).run()
-        settings.strategy.give_back(keep=not shipped or world.local_rank == 0)
+        training = Training(runner, settings, world, reporter)
+        history = training.run()
+        training.loop.state.give_back(keep=not shipped or world.local_rank == 0)
         if not shipped and home != world.device:
             handed_back.place(settings, home)
     if shipped:

@@ -251,7 +251,7 @@ class Training:
         main = values[self.valid_loader][settings.main_metric]
         loop.save_epoch(main, values, improved)
         if improved and settings.load_best_on_end and settings.logdir is None:
-            self._best_state = loop.strategy.copy_weights(self.model)
+            self._best_state = loop.state.copy_weights()
         loggers.epoch(self.epoch, self.step, values, position.rates, seconds)
         place = f"{self.epoch}/{self.num_epochs}"
         report_epoch(self.reporter, "epoch", place, values, position.rates[0], seconds, improved)
@@ -278,12 +278,12 @@ class Training:
                 next_log = loop.global_step + log_every
                 metrics.check_finite()
                 # On a pipeline's last stage alone, and rank 0 is the first.
-                if loop.strategy.drives:
+                if loop.exchange.passes is not None:
                     metrics.share_loss()
                 if loggers.active:
                     rates = learning_rates(self.optimizer)
                     loggers.step(loop.global_step, metrics.running_loss(), rates)
-        values = metrics.result() | loop.strategy.epoch_values()
+        values = metrics.result() | loop.exchange.epoch_values()
         return values | loop.logged.means(taken=values) if self.settings.callbacks else values
 
     def _evaluate(self, feed: Feed) -> dict[str, float]:
@@ -299,7 +299,7 @@ class Training:
             loop.precision,
             self.reporter,
             f"{self.epoch + 1}/{self.num_epochs} {feed.name}",
-            loop.strategy,
+            loop.placement,
         )
 
     def _hooks(self, hook: str) -> None:
@@ -333,7 +333,7 @@ class Training:
             self.loop.checkpoints.wait()
             self.loop.checkpoints.load_weights(folder / "best")
         elif self._best_state is not None:
-            self.loop.strategy.restore_weights(self.model, self._best_state)
+            self.loop.state.restore_weights(self._best_state)
         if folder is not None or self._best_state is not None:
             self.reporter.line(f"loaded the weights of the best epoch, {self.best_epoch}")
 

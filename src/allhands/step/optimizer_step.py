@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from torch import nn
 from allhands.comm import all_gather_text, all_reduce_sum, calls
 from allhands.errors import UserError
 from allhands.step.counted import as_count, scale_gradients, split_pair
+from allhands.step.exchange import Exchange, Forward, Passes, Placement
 from allhands.step.loss import Criterion, LossRule, NonFiniteLossError
 from allhands.step.mean_check import leaves_of, map_known
 from allhands.step.modes import evaluation_mode
@@ -21,61 +22,9 @@ from allhands.step.precision import Precision
 from allhands.step.update import update_function
 from allhands.world import World
 
-# (micro-batch) -> (the model's output, the target)
-Forward = Callable[[Any], tuple[Any, Any]]
-# (number of the micro-batch, output, target) -> the loss, weighted as the gradient is
-LossOf = Callable[[int, Any, Any], torch.Tensor]
 # is told (output, target, loss, factor, count): `loss * factor` is the micro-batch's sum of losses,
 # over `count` items
 Observer = Callable[[Any, Any, torch.Tensor, float, Any], None]
-
-
-class Passes(Protocol):
-    """Runs the passes of a step in its own order, in place of one micro-batch after another."""
-
-    def divide(
-        self, batches: Sequence[Any], counts: Sequence[int]
-    ) -> tuple[Sequence[Any], Sequence[int]]: ...
-
-    def forward_backward(
-        self,
-        batches: Sequence[Any],
-        counts: Sequence[int],
-        forward: Forward,
-        loss_of: LossOf,
-        autocast: Callable[[], AbstractContextManager[Any]],
-    ) -> None: ...
-
-
-class Exchange(Protocol):
-    """What a step needs of a strategy that is bound to the model."""
-
-    @property
-    def after_backward(self) -> bool: ...
-
-    alone: bool
-    level: bool
-    passes: Passes | None
-
-    def explain(self, error: Exception) -> Exception | None: ...
-
-    def place(self, world: World) -> tuple[int, int]: ...
-
-    def counts(self, world: World) -> bool: ...
-
-    def gradient_scale(self, world: World) -> float: ...
-
-    def updated_elsewhere(self) -> Iterable[nn.Parameter]: ...
-
-    def no_exchange(self) -> AbstractContextManager[None]: ...
-
-    def complete(self, idle: bool, failed: bool) -> None: ...
-
-    def updated(self) -> None: ...
-
-    def exchange_all(
-        self, own: float, total: float, clip_norm: float | None, missing: bool
-    ) -> bool: ...
 
 
 class OptimizerStep:
@@ -90,7 +39,8 @@ class OptimizerStep:
         parameters: the parameters that the optimizer trains.
         optimizer: any torch.optim.Optimizer whose ``step()`` needs no closure.
         rule: how the criterion counts.
-        exchange: the strategy, bound to the model.
+        placement: which share of the samples this rank sees.
+        exchange: what travels in the step.
         world: the processes.
         precision: number format; fp16 gradients are unscaled before they are clipped.
         forward: calls the model on a micro-batch.
@@ -104,6 +54,7 @@ class OptimizerStep:
         parameters: Iterable[nn.Parameter],
         optimizer: torch.optim.Optimizer,
         rule: LossRule,
+        placement: Placement,
         exchange: Exchange,
         world: World,
         precision: Precision,
@@ -127,25 +78,20 @@ class OptimizerStep:
         self.observe = observe
         self.target_of = target_of
         self.clip_norm = clip_norm
-        self.scale = exchange.gradient_scale(world)
+        self.scale = exchange.gradient_scale
         self.several = world.world_size > 1
-        self.after_backward, self.alone, self.level = (
-            exchange.after_backward,
-            exchange.alone,
-            exchange.level,
-        )
+        self.after_backward, self.alone = exchange.after_backward, exchange.alone
+        self.level = placement.level
         self.passes = exchange.passes
         # So many ranks see the same samples, and count the same targets.
-        self.copies = world.world_size // exchange.place(world)[1]
+        self.copies = world.world_size // placement.shares
         self.several_shares = self.copies < world.world_size
         # Whether losses come as (sum, count), or may; such counts are added up after the backward
         # passes.
         self.pairs, self.open = bool(rule.pairs), rule.pairs is not False
-        self.counts_here = exchange.counts(world)
+        self.counts_here = placement.counts
         self.whole = (
-            WholeBatch(world, exchange.place(world)[0], self.counts_here)
-            if rule.over_batch
-            else None
+            WholeBatch(world, placement.share, self.counts_here) if rule.over_batch else None
         )
         self._seen = False  # a loss of this rank's
         self._pair_weight: torch.Tensor | None = None
@@ -548,7 +494,7 @@ class OptimizerStep:
             scaler.unscale_(self.optimizer)
         if self.clip_norm is not None:
             if scaler is not None:
-                scaler.unscale_others(self.exchange.updated_elsewhere())
+                scaler.unscale_others(self.exchange.updated_elsewhere)
             nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
         if scaler is not None:
             scaler.apply(self.optimizer)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from allhands.errors import UserError
-from allhands.strategies.base import Strategy
+from allhands.strategies.base import BIND_OPTIONS, BindOptions, Bound, Strategy
 from allhands.world import World
 
 
@@ -53,9 +53,17 @@ class DP(Strategy):
             "of; write distributed='ddp'"
         )
 
-    def prepare(self, model: nn.Module, world: World) -> nn.Module:
+    def bind(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        world: World,
+        options: BindOptions = BIND_OPTIONS,
+    ) -> Bound:
         devices = (
             self.devices if self.devices is not None else list(range(torch.cuda.device_count()))
         )
         model.to(f"cuda:{devices[0]}")
-        return nn.DataParallel(model, device_ids=devices)
+        bound = super().bind(model, optimizer, world, options)
+        bound.placement.module = nn.DataParallel(model, device_ids=devices)
+        return bound

@@ -1,129 +1,244 @@
-"""What workers of `local_sgd` exchange: fragments of the model, and the mean of their changes."""
+"""The steps of a worker of `local_sgd`, and the exchanges after some of them."""
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from allhands.comm import all_gather_rows, all_reduce_sum
-from allhands.comm.flat_layout import FlatLayout, joined
-from allhands.world import World
+from allhands.comm import sum_gradients
+from allhands.comm.codecs import codec_from
+from allhands.comm.coded_sum import exchange, part_length
+from allhands.compat import mark_stepped
+from allhands.errors import UserError
+from allhands.step.exchange import Exchange
+from allhands.step.update import update_function
+from allhands.strategies.alike import check_weights_equal
+from allhands.strategies.local_sgd_fragments import Fragment, shares, weighted_mean
+from allhands.strategies.optimizer_means import own_state, take_own_state
+from allhands.strategies.own_weights import OwnWeights
+
+if TYPE_CHECKING:
+    from allhands.strategies.local_sgd import LocalSGD
 
 
-class Fragment:
-    """Some consecutive layers, which are exchanged together.
+class LocalSGDExchange(Exchange):
+    """Takes the worker's own steps, and brings weights together after every H of them.
 
-    Attributes:
-        names, parameters: its trained parameters.
-        offset: it is exchanged after optimizer steps that are `offset` modulo H.
-        anchor: the weights after its last exchange, of shape ``[numbers]``, the same on all ranks.
-        momentum: of the outer optimizer, likewise; None before its first step.
-        residual: what this rank's last delta lost on its way, of shape ``[numbers]``; None where
-            nothing was lost.
-        owed: likewise of this rank's part of the last mean; see `allhands.comm.coded_sum.exchange`.
-        seen: samples (or what the loss counts) that this rank has trained on since the last
-            exchange.
-        alike: all ranks hold the same weights now.
+    Args:
+        settings: of the strategy.
+        own: the worker's weights.
     """
 
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], offset: int) -> None:
-        self.names = [name for name, _ in named]
-        self.parameters = [parameter for _, parameter in named]
-        self._layout = FlatLayout(dict(named))
-        self.offset = offset
-        double = any(parameter.dtype == torch.float64 for parameter in self.parameters)
-        self.dtype = torch.float64 if double else torch.float32
-        self.anchor = self.read()
-        self.momentum: torch.Tensor | None = None
-        self.residual: torch.Tensor | None = None
-        self.owed: torch.Tensor | None = None
-        self.seen = 0.0
-        self.alike = True
+    alone = True
+    after_backward = True
 
-    def read(self) -> torch.Tensor:
-        """A copy of the present weights as one vector."""
-        return joined(self.parameters, self.dtype)
+    def __init__(self, settings: LocalSGD, own: OwnWeights) -> None:
+        self._settings, self.own, self._world = settings, own, own.world
+        self._codec = codec_from(settings.compress)
+        self._loaded: dict[str, Any] = {}
+        self._loaded_own: dict[str, torch.Tensor] = {}
+        self._epoch = [0, 0]  # bytes sent in exchanges and steps, since the last `epoch_values`
 
-    def write(self, values: torch.Tensor) -> None:
-        """Make a vector the present weights."""
-        self._layout.write(values, self.parameters)
+    def begin(self, step: int) -> None:
+        own, world = self.own, self._world
+        self._update = update_function(own.optimizer)
+        loaded, tensors = self._loaded, self._loaded_own
+        self._loaded, self._loaded_own = {}, {}
+        same_size = loaded.get("workers") == world.world_size
+        for number, part in enumerate(own.parts):
+            present = part.read()  # of a checkpoint, the mean of its workers
+            part.anchor = part.joined(loaded.get("anchor", {}), present)
+            zeros = torch.zeros_like(present)
+            if loaded.get("momentum"):
+                part.momentum = part.joined(loaded["momentum"], zeros)
+            kept = {}
+            for kind, default in (("residual", zeros), ("owed", zeros), ("weights", present)):
+                given = {
+                    name: tensors[f"{kind}/{name}"]
+                    for name in part.names
+                    if f"{kind}/{name}" in tensors
+                }
+                if given:
+                    kept[kind] = part.joined(given, default)
+            if same_size and self._settings.compress is not None:
+                part.residual = kept.get("residual")
+                part.owed = self._own_place(kept["owed"]).clone() if "owed" in kept else None
+            elif "residual" in kept:
+                # Each rank's own, or on rank 0 the sums over all who saved. A rank's part in the
+                # next mean is about 1 / N.
+                part.residual = world.world_size * (
+                    kept["residual"] / loaded["workers"] + kept.get("owed", 0.0)
+                )
+            if "weights" in kept and same_size:
+                own.aside = own.aside or [None] * len(own.parts)
+                own.aside[number] = kept["weights"]
+                part.alike, part.seen = False, float(tensors["seen"][number])
+        if same_size and "seen" in tensors:
+            own.optimizer_state = take_own_state(tensors, own.optimizer)
+        own.begin(step)
 
-    def by_name(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The parts of a vector by the names of the parameters, in their shapes; views of it."""
-        return self._layout.named(values)
+    def _own_place(self, values: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a vector."""
+        length = part_length(len(values), self._world.world_size)
+        return values[self._world.rank * length : (self._world.rank + 1) * length]
 
-    def joined(self, given: dict[str, torch.Tensor], default: torch.Tensor) -> torch.Tensor:
-        """The vector of what is given by name; names that are missing have their part of
-        `default`."""
-        parts = self.by_name(default)
-        return torch.cat(
-            [given.get(name, part).reshape(-1).to(default) for name, part in parts.items()]
-        )
+    def go_on(self) -> None:
+        self.own.take_up()
 
+    def finish(self) -> None:
+        self.own.settle_all()
 
-def layers_of(model: nn.Module) -> list[list[tuple[str, nn.Parameter]]]:
-    """The trained parameters, those of one module together, in the order in which the model holds
-    them."""
-    layers: dict[str, list[tuple[str, nn.Parameter]]] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            layers.setdefault(name.rpartition(".")[0], []).append((name, parameter))
-    return list(layers.values())
+    # ------------------------------------------------------------------ a step
 
+    def exchange_all(
+        self, own: float, total: float, clip_norm: float | None, missing: bool
+    ) -> bool:
+        weights = self.own
+        assert weights.step is not None
+        if self.before_step is not None:
+            self._show(own)
+        if own:
+            if clip_norm is not None:
+                nn.utils.clip_grad_norm_(weights.parameters, clip_norm)
+            self._update()
+        mark_stepped(weights.optimizer)
+        weights.step = step = weights.step + 1
+        self._epoch[1] += 1
+        for part in weights.parts:
+            part.seen += own
+            part.alike = self._world.world_size == 1
+            if (step - part.offset) % self._settings.every == 0:
+                self._exchange(part)
+        return True
 
-def cut_in_fragments(
-    layers: Sequence[Sequence[tuple[str, nn.Parameter]]], count: int, every: int
-) -> list[Fragment]:
-    """Consecutive layers in `count` fragments, the largest as small as can be, whose exchanges are
-    spread over `every` steps."""
-    sizes = [sum(parameter.numel() for _, parameter in layer) for layer in layers]
-    before = list(itertools.accumulate(sizes, initial=0))
-    # By number of first layers: how large the largest fragment must be when they are cut into as
-    # many as there were rounds, and where the last of them begins.
-    largest, cuts = [math.inf, *before[1:]], []
-    for _ in range(count - 1):
-        tried = [
-            [max(largest[start], before[end] - before[start]) for start in range(end)]
-            for end in range(len(before))
-        ]
-        cuts.append([row.index(min(row)) if row else 0 for row in tried])
-        largest = [min(row, default=math.inf) for row in tried]
-    bounds = [len(layers)]
-    for starts in reversed(cuts):
-        bounds.insert(0, starts[bounds[0]])
-    fragments = []
-    for number, (first, end) in enumerate(itertools.pairwise([0, *bounds])):
-        named = [pair for layer in layers[first:end] for pair in layer]
-        fragments.append(Fragment(named, (number + 1) * every // count % every))
-    return fragments
+    def _exchange(self, part: Fragment) -> None:
+        """Bring a fragment's weights together, and take the outer optimizer's step."""
+        settings, size = self._settings, self._world.world_size
+        averages, mix = settings.outer["name"] == "average", settings.mix
+        if size == 1 and averages and part.residual is None:
+            # the mean of one: no arithmetic, which would round
+            part.anchor, part.seen = part.read(), 0.0
+            return
+        delta = part.anchor - part.read()
+        if part.residual is not None:
+            delta += part.residual
+        if size == 1 or settings.compress is None:
+            lost = None
+            sent = weighted_mean([delta], [part.seen], self._world) if size > 1 else 0
+        else:
+            given = delta if part.seen else torch.zeros_like(delta)
+            delta, lost, part.owed, sent = exchange(
+                given, part.seen, self._codec, self._codec, part.owed, mean=True
+            )
+        if part.seen:  # else this rank has sent nothing, and keeps what it owes
+            part.residual = lost
+        if averages:
+            part.anchor -= delta
+        else:
+            lr, momentum = settings.outer["lr"], settings.outer["momentum"]
+            part.momentum = (
+                delta.clone() if part.momentum is None else part.momentum.mul_(momentum).add_(delta)
+            )
+            part.anchor.sub_(delta.add_(part.momentum, alpha=momentum), alpha=lr)
+        part.write(torch.lerp(part.anchor, part.read(), mix) if mix else part.anchor)
+        part.seen, part.alike = 0.0, not mix or size == 1
+        settings.sent += sent
+        self._epoch[0] += sent
 
+    def _show(self, own: float) -> None:
+        """Call `before_step` with the mean of the ranks' gradients, which the weights' mean follows
+        when ``every`` is 1."""
+        parameters = self.own.parameters
+        grads = [p.grad for p in parameters]
+        weight = float(shares([own], self._world)[self._world.rank])
+        for p, grad in zip(parameters, grads, strict=True):
+            p.grad = None if grad is None else grad * weight
+        sum_gradients(parameters, self._world)
+        assert self.before_step is not None
+        self.before_step()
+        for p, grad in zip(parameters, grads, strict=True):
+            p.grad = grad
 
-def shares(counts: Sequence[float], world: World) -> torch.Tensor:
-    """Each rank's part of the samples, float64 of shape ``[world_size, len(counts)]``; equal parts
-    of what nobody has seen."""
-    own = torch.tensor([list(counts)], dtype=torch.float64, device=world.device)
-    rows = torch.cat(all_gather_rows(own, world)).cpu()
-    total = rows.sum(0)
-    return torch.where(total > 0, rows / total, 1 / world.world_size)
+    # ------------------------------------------------------------------ between steps
 
+    def check_equal(self, where: str) -> None:
+        if self._world.world_size > 1:
+            names = [name for part in self.own.parts for name in part.names]
+            check_weights_equal(self.own.model, names, where)
 
-def weighted_mean(values: Sequence[torch.Tensor], counts: Sequence[float], world: World) -> int:
-    """Replace vectors by their mean over the ranks, weighted by samples, in place; the bytes that
-    this rank has sent.
+    def epoch_values(self) -> dict[str, float]:
+        sent, steps = self._epoch
+        self._epoch = [0, 0]
+        return {"bytes_per_step": sent / steps if steps else 0.0}
 
-    Bytes are those of a ring: 2 (N - 1) / N of the vectors' own for the sum, N - 1 times the
-    counts.
-    """
-    parts = shares(counts, world)[world.rank].tolist()
-    for value, part in zip(values, parts, strict=True):
-        value.mul_(part)
-    all_reduce_sum(values, world)
-    size = world.world_size
-    # The gathering tells the number of rows first, as 8 bytes.
-    return 2 * (size - 1) * sum(value.nbytes for value in values) // size + (size - 1) * 8 * (
-        1 + len(counts)
-    )
+    # ------------------------------------------------------------------ checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.own.step is None:
+            return {}
+        parts = self.own.parts
+        anchors = {
+            name: value for part in parts for name, value in part.by_name(part.anchor).items()
+        }
+        momentum = {
+            name: value
+            for part in parts
+            if part.momentum is not None
+            for name, value in part.by_name(part.momentum).items()
+        }
+        return {
+            "workers": self._world.world_size,
+            "fragments": self._settings.fragments,
+            "outer": dict(self._settings.outer),
+            "anchor": anchors,
+            "momentum": momentum,
+            "epoch": list(self._epoch),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not state:
+            return  # saved under another strategy: all begin with the weights that it saved
+        before, outer = state["fragments"], state["outer"]
+        if before != self._settings.fragments:
+            raise UserError(
+                f"resume: the checkpoint was written with fragments={before}, each at its own "
+                f"place between two exchanges; set fragments to {before}"
+            )
+        if outer["name"] != self._settings.outer["name"]:
+            written = outer["name"] if outer["name"] == "average" else outer
+            raise UserError(
+                "resume: the checkpoint was written with another outer optimizer; set outer to "
+                f"{written!r}"
+            )
+        self._loaded, self._epoch = state, list(state["epoch"])
+
+    def own_tensors(self) -> dict[str, torch.Tensor]:
+        own = self.own
+        if self._world.world_size == 1 or own.step is None:
+            return {}
+        found = {"seen": torch.tensor([part.seen for part in own.parts], dtype=torch.float64)}
+        for number, part in enumerate(own.parts):
+            kept = {"residual": part.residual}
+            # Of the whole vector's length, so that the ranks' add up to it.
+            if part.owed is not None:
+                kept["owed"] = owed = torch.zeros_like(part.anchor)
+                self._own_place(owed).copy_(part.owed)
+                kept["residual"] = (
+                    torch.zeros_like(part.anchor) if part.residual is None else part.residual
+                )
+            if not part.alike:
+                aside = own.aside[number] if own.aside is not None else None
+                kept["weights"] = part.read() if aside is None else aside
+            for kind, values in kept.items():
+                if values is not None:
+                    found |= {
+                        f"{kind}/{name}": value for name, value in part.by_name(values).items()
+                    }
+        state = own.optimizer.state if own.optimizer_state is None else own.optimizer_state
+        return found | own_state(state, own.optimizer)
+
+    def load_own_tensors(self, tensors: dict[str, torch.Tensor]) -> bool:
+        self._loaded_own = tensors
+        return True

@@ -113,7 +113,7 @@ def on_training_data(
     It runs in the training's precision; random draws are put back.
 
     Args:
-        try_on: what a strategy is given for `prepare`.
+        try_on: see `allhands.strategies.base.BindOptions`.
 
     Raises:
         UserError: the data cannot be read before the training begins, or handle_batch does not call

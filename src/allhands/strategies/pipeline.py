@@ -153,7 +153,7 @@ class Pipeline(Meshed):
         return cut(parts, workers * self.stages_per_worker, self.stages, costs, model)
 
     def cut(
-        self, model: nn.Module, mesh: DeviceMesh, world: World, try_on: TryOn
+        self, model: nn.Module, mesh: DeviceMesh, world: World, try_on: TryOn | None
     ) -> PipelinePasses:
         """This rank's stages, each as a module that has its share of `model` under the model's own
         names, and what runs them.
@@ -162,7 +162,7 @@ class Pipeline(Meshed):
             model: the whole model.
             mesh: with the axis pp, along which it is cut.
             world: all ranks.
-            try_on: calls a module on a micro-batch of the training data.
+            try_on: calls a module on a micro-batch of the training data, for "measured".
         """
         line = mesh["pp"]
         parts, workers = chain_of(model), line.size()
@@ -197,10 +197,11 @@ class Pipeline(Meshed):
         return PipelinePasses(run, self.micro_batches(workers), mesh, names, shared, batch_norm)
 
     def _costs(
-        self, model: nn.Module, parts: list[Part], workers: int, world: World, try_on: TryOn
+        self, model: nn.Module, parts: list[Part], workers: int, world: World, try_on: TryOn | None
     ) -> list[float]:
         if self.balance == "parameters":
             return by_parameters(model, parts)
+        assert try_on is not None
         costs = torch.tensor(
             measured_on(try_on, model, parts, self.micro_batches(workers), world.device)
         )

@@ -11,7 +11,7 @@ from torch import nn
 
 from allhands.data import share_of
 from allhands.errors import UserError
-from allhands.step.optimizer_step import Forward, LossOf
+from allhands.step.exchange import Forward, LossOf
 from allhands.strategies.pipeline_run import Autocast, MicroBatch, PipelineRun
 from allhands.strategies.pipeline_stage import rows_of
 

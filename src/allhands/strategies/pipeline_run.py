@@ -16,7 +16,7 @@ from torch import nn
 
 from allhands.data import map_tensors
 from allhands.errors import UserError
-from allhands.step.optimizer_step import Forward, LossOf
+from allhands.step.exchange import Forward, LossOf
 from allhands.strategies.base import OutputElsewhere
 from allhands.strategies.pipeline_parts import Part
 from allhands.strategies.pipeline_stage import Ghost, StagedModel, signature, stage_module

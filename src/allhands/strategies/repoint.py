@@ -95,7 +95,7 @@ def _inner_optimizers(optimizer: optim.Optimizer) -> list[optim.Optimizer]:
 
 
 class Repointed:
-    """The optimizer between `prepare` and the end of the training.
+    """The optimizer of a training of which each rank holds a part.
 
     Its groups keep their options and their identity, so that schedulers go on working; their
     parameters become this rank's parts, in the same order. A stage of a pipeline has only some of

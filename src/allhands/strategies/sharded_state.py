@@ -15,6 +15,7 @@ from torch import nn, optim
 from allhands.checks import check_choice
 from allhands.comm import broadcast_tensors, calls
 from allhands.strategies.held import Held, dealt, held, nowhere
+from allhands.strategies.model_state import ReplicatedState
 from allhands.strategies.repoint import Read, Repointed, check_elementwise
 from allhands.world import World
 
@@ -39,19 +40,21 @@ def check_shardable(settings: Any) -> None:
     )
 
 
-class ShardedState:
-    """The optimizer of one training, pointed at the parameters that this rank updates.
+class ShardedState(ReplicatedState):
+    """The state of a whole model and of an optimizer that is pointed at the parameters that this
+    rank updates.
 
     Each parameter belongs to one rank, so that each has about the same number of bytes. All ranks
     have the whole gradients; after a step the owners send what they have updated to the others.
 
     Args:
-        optimizer: the user's, over parameters of `model`.
         model: the same on all ranks.
+        optimizer: the user's, over parameters of `model`.
         world: its ranks, of which there are several.
     """
 
-    def __init__(self, optimizer: optim.Optimizer, model: nn.Module, world: World) -> None:
+    def __init__(self, model: nn.Module, optimizer: optim.Optimizer, world: World) -> None:
+        super().__init__(model, optimizer, world)
         plain = dict(model.named_parameters())
         names = {id(parameter): name for name, parameter in plain.items()}
         members = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
@@ -64,7 +67,6 @@ class ShardedState:
                 local[name], described[name] = parameter, held(parameter, {}, None)
             else:
                 described[name] = nowhere(parameter.shape, parameter.dtype)
-        self._world = world
         #: The parameters that other ranks update.
         self.elsewhere = [plain[name] for name in members if name not in local]
         self._messages = [
@@ -82,21 +84,16 @@ class ShardedState:
         calls.note("sharing updated parameters")
         with torch.no_grad():
             for rank, parameters in self._messages:
-                broadcast_tensors(parameters, self._world, rank)
+                broadcast_tensors(parameters, self.world, rank)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The plain optimizer's ``state_dict``, with `Held` for tensors; all ranks call it
-        together."""
+    def optimizer_state(self) -> dict[str, Any]:
         return self._repointed.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any], read: Read) -> None:
-        """Go on from the plain optimizer's ``state_dict``."""
+    def load_optimizer_state(self, state: Mapping[str, Any], read: Read) -> None:
         self._repointed.load_state_dict(state, read)
 
     def give_back(self, keep: bool) -> None:
-        """The optimizer has all parameters again, and their state where `keep` says so; all ranks
-        call it together."""
-        self._repointed.give_back(keep, self._world.device)
+        self._repointed.give_back(keep, self.world.device)
 
 
 def _messages(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -26,6 +26,3 @@ class Single(Strategy):
 
     def compiled(self, workers: int) -> str | None:
         return "model"
-
-    def prepare(self, model: nn.Module, world: World) -> nn.Module:
-        return model

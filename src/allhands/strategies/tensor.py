@@ -12,7 +12,7 @@ from allhands.checks import check_flag
 from allhands.step.loss import Criterion
 from allhands.strategies.degrees import Degrees
 from allhands.strategies.meshed import Meshed
-from allhands.strategies.tensor_plan import check_plan, resolve
+from allhands.strategies.tensor_plan import Style, check_plan, resolve
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -72,19 +72,24 @@ class Tensor(Meshed):
     def degrees_for(self, workers: int) -> Degrees:
         return Degrees(tp=workers)
 
-    def check_model(self, model: nn.Module, tp: int) -> None:
-        """Raise `UserError` when the plan does not fit the whole model over `tp` workers; else
-        remember how it is cut."""
-        self.styles = resolve(model, self.plan, tp, self.sequence_parallel, self.loss_parallel)
+    def check_model(self, model: nn.Module, tp: int) -> dict[str, Style]:
+        """How the whole model is cut over `tp` workers, by names of modules.
 
-    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
-        """Cut a model, or a stage of one under the model's own names, in place, after `check_model`
-        of the whole.
+        Raises:
+            UserError: the plan does not fit it.
+        """
+        return resolve(model, self.plan, tp, self.sequence_parallel, self.loss_parallel)
+
+    def parallelize(
+        self, model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Style]
+    ) -> dict[str, torch.Tensor]:
+        """Cut a model, or a stage of one under the model's own names, in place.
 
         Args:
             model: on its device, with the same values on all workers of the mesh. Its parameters
                 are copied, not changed.
             mesh: the axis tp alone.
+            styles: what `check_model` gave for the whole model.
 
         Returns:
             For each parameter whose rows lie in another order than the model's, that order (int64):
@@ -92,7 +97,7 @@ class Tensor(Meshed):
         """
         from allhands.strategies.tensor_styles import split
 
-        return split(model, self.styles, mesh, self.sequence_parallel, self.loss_parallel)
+        return split(model, styles, mesh, self.sequence_parallel, self.loss_parallel)
 
     def loss_function(self, call: Criterion) -> Criterion:
         """The criterion, as it is called with what a sliced model gives."""

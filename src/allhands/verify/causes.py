@@ -122,7 +122,7 @@ def _ranks(case: Case) -> list[str]:
         names = case.trace.steps[number]["apart"][kind]
         if kind == "buffers":
             said.append(
-                f"buffers: after step {number + 1} and the strategy's sync_buffers() the ranks "
+                f"buffers: after step {number + 1} and the state's sync_buffers() the ranks "
                 "hold different values of "
                 f"{listed(names)}; what is evaluated and saved depends on the rank"
             )

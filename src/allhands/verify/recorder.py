@@ -37,8 +37,8 @@ class Recorder(Callback):
       NAME``, ``parameter NAME``, ``buffer NAME``, and all gradients and all parameters together).
       Gradients are those that the optimizer gets: exchanged, unscaled and clipped. Parameters are
       those after the step;
-    * ``apart``: names of the parameters, and of the buffers after `Strategy.sync_buffers`, that are
-      not the same on all ranks.
+    * ``apart``: names of the parameters, and of the buffers after `ModelState.sync_buffers`, that
+      are not the same on all ranks.
 
     Args:
         steps: how many steps to record.
@@ -65,13 +65,12 @@ class Recorder(Callback):
         # Of the user's own model: where ranks hold parts of it, they are put together to be
         # compared.
         self._names = [
-            (name, p) for name, p in training.settings.model.named_parameters() if p.requires_grad
+            name for name, p in training.settings.model.named_parameters() if p.requires_grad
         ]
-        strategy = training.settings.strategy
-        self._counts = strategy.counts(training.world)
-        if strategy.takes_step:
+        self._counts = training.loop.placement.counts
+        if training.settings.strategy.takes_step:
             # Nobody calls optimizer.step().
-            strategy.before_step = lambda: self._before_update(training)
+            training.loop.exchange.before_step = lambda: self._before_update(training)
         else:
             training.optimizer.register_step_pre_hook(lambda *_: self._before_update(training))
         for feed in training.loop.trained:
@@ -100,14 +99,11 @@ class Recorder(Callback):
             "shares": [int(n) for n in sums[:, 2].tolist()],
             "rates": self._rates,
         }
-        strategy = training.settings.strategy
-        whole = strategy.whole_parameters()
-        parameters = {name: p.detach() if whole is None else whole[name] for name, p in self._names}
+        whole = training.loop.state.whole_parameters()
+        parameters = {name: whole[name] for name in self._names}
         apart = {"parameters": _apart(parameters, training)}
-        with strategy.buffers_made_equal(training.model):
-            buffers = strategy.whole_buffers()
-            if buffers is None:
-                buffers = dict(training.model.named_buffers())
+        with training.loop.state.buffers_made_equal():
+            buffers = training.loop.state.whole_buffers()
             apart["buffers"] = _apart(buffers, training)
             if self.keep:
                 step |= {
@@ -148,15 +144,9 @@ class Recorder(Callback):
 
     def _before_update(self, training: Training) -> None:
         self._rates = learning_rates(training.optimizer)
-        whole = training.settings.strategy.whole_gradients()
-        if whole is not None:
-            self._gradients = {name: whole[name] for name, _ in self._names}
-            return
-        # A clone: some optimizers change gradients in place.
-        self._gradients = {
-            name: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
-            for name, p in self._names
-        }
+        # Copies: some optimizers change gradients in place.
+        whole = training.loop.state.whole_gradients()
+        self._gradients = {name: whole[name] for name in self._names}
 
     def _observing(self, observe: Callable[..., None]) -> Callable[..., None]:
         def wrapped(

@@ -1,0 +1,129 @@
+"""What workers of `local_sgd` exchange: fragments of the model, and the mean of their changes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from allhands.comm import all_gather_rows, all_reduce_sum
+from allhands.comm.flat_layout import FlatLayout, joined
+from allhands.world import World
+
+
+class Fragment:
+    """Some consecutive layers, which are exchanged together.
+
+    Attributes:
+        names, parameters: its trained parameters.
+        offset: it is exchanged after optimizer steps that are `offset` modulo H.
+        anchor: the weights after its last exchange, of shape ``[numbers]``, the same on all ranks.
+        momentum: of the outer optimizer, likewise; None before its first step.
+        residual: what this rank's last delta lost on its way, of shape ``[numbers]``; None where
+            nothing was lost.
+        owed: likewise of this rank's part of the last mean; see `allhands.comm.coded_sum.exchange`.
+        seen: samples (or what the loss counts) that this rank has trained on since the last
+            exchange.
+        alike: all ranks hold the same weights now.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], offset: int) -> None:
+        self.names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]
+        self._layout = FlatLayout(dict(named))
+        self.offset = offset
+        double = any(parameter.dtype == torch.float64 for parameter in self.parameters)
+        self.dtype = torch.float64 if double else torch.float32
+        self.anchor = self.read()
+        self.momentum: torch.Tensor | None = None
+        self.residual: torch.Tensor | None = None
+        self.owed: torch.Tensor | None = None
+        self.seen = 0.0
+        self.alike = True
+
+    def read(self) -> torch.Tensor:
+        """A copy of the present weights as one vector."""
+        return joined(self.parameters, self.dtype)
+
+    def write(self, values: torch.Tensor) -> None:
+        """Make a vector the present weights."""
+        self._layout.write(values, self.parameters)
+
+    def by_name(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The parts of a vector by the names of the parameters, in their shapes; views of it."""
+        return self._layout.named(values)
+
+    def joined(self, given: dict[str, torch.Tensor], default: torch.Tensor) -> torch.Tensor:
+        """The vector of what is given by name; names that are missing have their part of
+        `default`."""
+        parts = self.by_name(default)
+        return torch.cat(
+            [given.get(name, part).reshape(-1).to(default) for name, part in parts.items()]
+        )
+
+
+def layers_of(model: nn.Module) -> list[list[tuple[str, nn.Parameter]]]:
+    """The trained parameters, those of one module together, in the order in which the model holds
+    them."""
+    layers: dict[str, list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            layers.setdefault(name.rpartition(".")[0], []).append((name, parameter))
+    return list(layers.values())
+
+
+def cut_in_fragments(
+    layers: Sequence[Sequence[tuple[str, nn.Parameter]]], count: int, every: int
+) -> list[Fragment]:
+    """Consecutive layers in `count` fragments, the largest as small as can be, whose exchanges are
+    spread over `every` steps."""
+    sizes = [sum(parameter.numel() for _, parameter in layer) for layer in layers]
+    before = list(itertools.accumulate(sizes, initial=0))
+    # By number of first layers: how large the largest fragment must be when they are cut into as
+    # many as there were rounds, and where the last of them begins.
+    largest, cuts = [math.inf, *before[1:]], []
+    for _ in range(count - 1):
+        tried = [
+            [max(largest[start], before[end] - before[start]) for start in range(end)]
+            for end in range(len(before))
+        ]
+        cuts.append([row.index(min(row)) if row else 0 for row in tried])
+        largest = [min(row, default=math.inf) for row in tried]
+    bounds = [len(layers)]
+    for starts in reversed(cuts):
+        bounds.insert(0, starts[bounds[0]])
+    fragments = []
+    for number, (first, end) in enumerate(itertools.pairwise([0, *bounds])):
+        named = [pair for layer in layers[first:end] for pair in layer]
+        fragments.append(Fragment(named, (number + 1) * every // count % every))
+    return fragments
+
+
+def shares(counts: Sequence[float], world: World) -> torch.Tensor:
+    """Each rank's part of the samples, float64 of shape ``[world_size, len(counts)]``; equal parts
+    of what nobody has seen."""
+    own = torch.tensor([list(counts)], dtype=torch.float64, device=world.device)
+    rows = torch.cat(all_gather_rows(own, world)).cpu()
+    total = rows.sum(0)
+    return torch.where(total > 0, rows / total, 1 / world.world_size)
+
+
+def weighted_mean(values: Sequence[torch.Tensor], counts: Sequence[float], world: World) -> int:
+    """Replace vectors by their mean over the ranks, weighted by samples, in place; the bytes that
+    this rank has sent.
+
+    Bytes are those of a ring: 2 (N - 1) / N of the vectors' own for the sum, N - 1 times the
+    counts.
+    """
+    parts = shares(counts, world)[world.rank].tolist()
+    for value, part in zip(values, parts, strict=True):
+        value.mul_(part)
+    all_reduce_sum(values, world)
+    size = world.world_size
+    # The gathering tells the number of rows first, as 8 bytes.
+    return 2 * (size - 1) * sum(value.nbytes for value in values) // size + (size - 1) * 8 * (
+        1 + len(counts)
+    )

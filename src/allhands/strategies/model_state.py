@@ -1,0 +1,114 @@
+"""The plain model and optimizer of a training, out of what the ranks hold, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from allhands.strategies.alike import make_buffers_equal
+from allhands.strategies.held import Read
+from allhands.world import World
+
+
+class ModelState:
+    """The state of a model and an optimizer that this rank holds whole.
+
+    Args:
+        model: in training.
+        optimizer: over its parameters.
+        world: the ranks.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
+        self.model, self.optimizer, self.world = model, optimizer, world
+
+    # ------------------------------------------------------------------ equal on all ranks
+
+    def collect(self) -> None:
+        """Bring weights and the optimizer's state into the objects of the training, before they
+        are saved."""
+
+    def sync_buffers(self) -> None:
+        """Make buffers (BatchNorm statistics), and weights where workers have their own, equal on
+        all ranks; called before evaluation and saving."""
+
+    @contextmanager
+    def buffers_made_equal(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Within, buffers are what evaluation would see; yields this rank's own, which it has
+        again afterwards."""
+        own = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        if own:
+            self.sync_buffers()
+        try:
+            yield own
+        finally:
+            for name, buffer in self.model.named_buffers():
+                if name in own:
+                    buffer.copy_(own[name])
+
+    # ------------------------------------------------------------------ for checkpoints
+
+    def model_state(self) -> dict[str, Any]:
+        """The plain model's ``state_dict``, of tensors, or of what this rank holds of them
+        (`allhands.strategies.held.Held`)."""
+        return self.model.state_dict()
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """The same of the plain optimizer; all ranks call it together."""
+        return self.optimizer.state_dict()
+
+    def load_model_state(self, state: Mapping[str, Any], read: Read) -> None:
+        """Go on from the plain model's ``state_dict``; ``read(value, held)`` brings slices of a
+        value of it into ``held.local``.
+
+        Raises:
+            ValueError, RuntimeError, KeyError: it is of another model.
+        """
+        self.model.load_state_dict(state)
+
+    def load_optimizer_state(self, state: Mapping[str, Any], read: Read) -> None:
+        """The same for the optimizer."""
+        self.optimizer.load_state_dict(dict(state))
+
+    # ------------------------------------------------------------------ in memory
+
+    def copy_weights(self) -> dict[str, torch.Tensor]:
+        """A copy of this rank's weights and buffers in the processor's memory, for
+        `restore_weights`."""
+        return {key: value.detach().cpu().clone() for key, value in self.model.state_dict().items()}
+
+    def restore_weights(self, copy: dict[str, torch.Tensor]) -> None:
+        """Go back to the weights of `copy_weights`."""
+        self.model.load_state_dict(copy)
+
+    def whole_parameters(self) -> dict[str, torch.Tensor]:
+        """Every parameter of the plain model, on every rank; all call it together."""
+        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+
+    def whole_buffers(self) -> dict[str, torch.Tensor]:
+        """The same of the buffers."""
+        return dict(self.model.named_buffers())
+
+    def whole_gradients(self) -> dict[str, torch.Tensor]:
+        """Copies of the gradients, likewise; zeros where there is none. To be called between the
+        exchange and the optimizer's step."""
+        return {
+            name: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
+            for name, p in self.model.named_parameters()
+        }
+
+    def give_back(self, keep: bool) -> None:
+        """Put what was trained into the user's own objects, on ranks that `keep` it; all call it
+        together."""
+
+
+class ReplicatedState(ModelState):
+    """The state of a model that every rank holds whole, with running statistics of its own."""
+
+    def sync_buffers(self) -> None:
+        if self.world.world_size > 1:
+            make_buffers_equal(self.model, self.world)
