@@ -29,7 +29,7 @@ BLOCK = re.compile(
 #: (page, language) -> the test that runs all such blocks of the page, or why none can; or (page,
 #: language, words in one block).
 ELSEWHERE: dict[tuple[str, ...], str] = {
-    ("README.md", "python"): "tests/test_docs.py::test_the_first_example_runs_as_shown",
+    ("README.md", "python"): "tests/test_docs.py::test_the_first_examples_run_as_shown",
     ("docs/index.md", "python"): "tests/test_docs.py::test_the_first_examples_are_the_same",
     ("docs/federated.md", "python"): "tests/federated/test_page.py",
     ("docs/kvstore.md", "console"): "tests/kvstore/test_page.py",

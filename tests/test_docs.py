@@ -36,8 +36,8 @@ def named(page: Path) -> str:
 
 
 @pytest.mark.serial
-def test_the_first_example_runs_as_shown(tmp_path):
-    (code,) = blocks(ROOT / "README.md", "python")
+def test_the_first_examples_run_as_shown(tmp_path):
+    code = "\n".join(blocks(ROOT / "README.md", "python"))
     (tmp_path / "first.py").write_text(code)
     done = subprocess.run(
         [sys.executable, "first.py"],
@@ -50,6 +50,7 @@ def test_the_first_example_runs_as_shown(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     accuracy = float(re.search(r"validation accuracy: (\S+)", done.stdout)[1])
     assert accuracy > 0.9, done.stdout
+    assert float(re.search(r"validation loss: (\S+)", done.stdout)[1]) < 0.5, done.stdout
 
 
 def test_the_first_examples_are_the_same():
