@@ -466,3 +466,51 @@ def test_loaders_that_are_not_there_are_named() -> None:
     with pytest.raises(allhands.UserError, match="no loader 'trian' that is trained on; did you"):
         for epoch in loop.epochs(1):
             list(epoch.batches("trian"))
+
+
+def test_two_optimizers_over_one_model_are_refused() -> None:
+    model = net()
+    halves = {
+        name: torch.optim.SGD(part.parameters(), lr=0.1)
+        for name, part in zip("ab", (model[0], model[2]), strict=True)
+    }
+    with pytest.raises(allhands.UserError, match="train parts of one model, 'net'"):
+        allhands.Loop(models={"net": model}, optimizers=halves, loaders=loaders(1))
+
+
+def in_spawned(model: nn.Module) -> float:
+    loop = allhands.Loop(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loaders={"train": loaders(2)["train"]},
+    )
+    run(loop, lambda batch: loop.step(lambda b: F.cross_entropy(loop.model(b[0]), b[1]), batch))
+    loss: float = loop.history["train"]["loss"][0]
+    return loss
+
+
+@pytest.mark.serial
+def test_spawn_gives_back_the_result_and_the_weights() -> None:
+    model, alone = net(), net()
+    loss = allhands.spawn(in_spawned, (model,), workers=2, device="cpu")
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for x, y in batches_by_hand(1):
+        optimizer.zero_grad()
+        F.cross_entropy(alone(x), y).backward()
+        optimizer.step()
+    assert_same(weights(model), weights(alone))
+    assert 0.5 < loss < 2
+
+
+def on_rank_0_only() -> None:
+    loop, _ = small()
+    for epoch in loop.epochs(1):
+        for batch in epoch.train:
+            if loop.main:
+                loop.step(lambda b: F.cross_entropy(loop.model(b[0]), b[1]), batch)
+
+
+@pytest.mark.serial
+def test_a_step_on_some_ranks_only_is_named() -> None:
+    with pytest.raises(allhands.UserError, match="rank 0 is at loop.step of 'optimizer', and"):
+        in_world(2, on_rank_0_only)

@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -171,24 +171,6 @@ class BaseLoop(Lifecycle):
     def schedule(self) -> Schedule:
         """The learning-rate schedule of the first optimizer."""
         return self._group.schedule
-
-    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The buffers of the models that are trained."""
-        for name, group in self.groups.items():
-            before = f"{name}/" if len(self.groups) > 1 else ""
-            for key, buffer in group.model.named_buffers():
-                yield before + key, buffer
-
-    @contextmanager
-    def buffers_made_equal(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Within, buffers are what evaluation would see; yields this rank's own."""
-        own: dict[str, torch.Tensor] = {}
-        with ExitStack() as stack:
-            for name, group in self.groups.items():
-                before = f"{name}/" if len(self.groups) > 1 else ""
-                buffers = stack.enter_context(group.state.buffers_made_equal())
-                own |= {before + key: buffer for key, buffer in buffers.items()}
-            yield own
 
     # ------------------------------------------------------------------ begin and end
 

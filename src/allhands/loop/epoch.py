@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from allhands.data import derive_seed, preserved_generators, seed_everything
-from allhands.errors import UserError, did_you_mean
+from allhands.errors import UserError, did_you_mean, kind_of
 from allhands.loop.logged import Logged
-from allhands.loop.step_function import Rows, StepFunction, loss_in, values_in
+from allhands.loop.step_function import Rows, StepFunction, loss_in, rows_of, values_in
 
 if TYPE_CHECKING:
     from allhands.data import Feed
@@ -44,6 +44,22 @@ class Batch:
         #: Iterations before this one, and steps that were taken with it.
         self.iteration, self.steps = loop.global_step, 0
         self._loop = loop
+
+    @classmethod
+    def of(cls, loop: Loop, own: Any) -> Batch:
+        """A batch that no loader of the loop has made: each rank has its own rows.
+
+        Raises:
+            UserError: it has no row.
+        """
+        count = rows_of(own)
+        if not count:
+            raise UserError(
+                f"loop.step was given {kind_of(own)} without a row; give every rank tensors "
+                "whose first dimension is the samples, at least one"
+            )
+        total = float(loop.mean(count)) * loop.world.world_size
+        return cls(loop, ([own], [count], round(total), False))
 
     def _only(self) -> Any:
         if len(self.parts) != 1 or not self.count:
@@ -213,6 +229,7 @@ class Epoch:
             return  # a resumed epoch is past it
         for step in loop.train(feed, loop.measures[name]):
             yield Batch(loop, step)
+            loop.misuse.agree("the end of an iteration")
         self.values[name] = loop.measured(name)
         position.finish(name, self.values[name])
 

@@ -11,35 +11,35 @@ from typing import Any
 import torch
 from torch import nn
 
-from allhands.comm import all_reduce_sum, broadcast_tensors, calls
-from allhands.data import Feed, derive_seed, to_device
+from allhands.comm import calls
+from allhands.data import Feed, to_device
 from allhands.data.order import share_of
 from allhands.errors import UserError, kind_of
 from allhands.launch import handback, worker
 from allhands.loop.announce import report_epoch
 from allhands.loop.base_loop import BaseLoop
+from allhands.loop.communication import Communication
 from allhands.loop.epoch import Batch, Epoch, Step
 from allhands.loop.history import Values, new_history, record
 from allhands.loop.loggers import Loggers, prepare_logdir
 from allhands.loop.loss_mean import LossMean
 from allhands.loop.misuse import Misuse
-from allhands.loop.models import group_settings, named
+from allhands.loop.models import check_own_steps, group_settings, named, place_others
 from allhands.loop.own_checkpoints import OwnCheckpoints
 from allhands.loop.passes import DataPasses
 from allhands.loop.reporter import ConsoleReporter, ForwardingReporter, Reporter
-from allhands.loop.rows import gather_rows
 from allhands.loop.schedule import learning_rates
 from allhands.loop.settings import Data, LoopSettings
-from allhands.loop.step_function import Rows, StepFunction, values_in
+from allhands.loop.step_function import StepFunction, rows_of, values_in
 from allhands.loop.task import Objective, Task
 from allhands.loop.trainable import check_trainable
 from allhands.loop.workers import strategy_for
 from allhands.step.modes import evaluation_mode
 from allhands.strategies import Strategy
-from allhands.world import World, current_world, finalize, init
+from allhands.world import current_world, finalize, init
 
 
-class Loop(BaseLoop):
+class Loop(Communication, BaseLoop):
     """A training whose steps you write, exact on any number of workers.
 
     It runs in one process, and in each process that a launcher has started (``allhands launch``,
@@ -152,22 +152,9 @@ class Loop(BaseLoop):
             part.validate()
             check_trainable(part, world.world_size)
         prepare_logdir(settings.logdir)
-        trained = {id(p) for part in self._parts.values() for p in part.model.parameters()}
-        self.others = {
-            name: one
-            for name, one in given_models.items()
-            if all(id(p) not in trained for p in one.parameters())
-        }
-        for one in self.others.values():
-            one.to(world.device)
-            broadcast_tensors([*(p.detach() for p in one.parameters()), *one.buffers()], world)
+        self.others = place_others(given_models, self._parts, world)
         self.history = new_history()
         self.registered: dict[str, tuple[Any, bool]] = {}
-        #: What the step function that runs was called on.
-        self.rows: Rows | None = None
-        self.has_gathered = False
-        # The iteration, and the step in it, for which random numbers are drawn.
-        self._drawing = (0, 0)
         self._functions: dict[tuple[Any, str], tuple[StepFunction, Objective]] = {}
         self._stepped: set[str] = set()
         reporter: Reporter = ForwardingReporter(False)  # where `allhands.spawn` has started it
@@ -176,7 +163,7 @@ class Loop(BaseLoop):
         if world.rank:
             reporter = Reporter()
         task = Task(
-            None, None, _rows_of, own_calls="the step function is your own", shows_gradients=True
+            None, None, rows_of, own_calls="the step function is your own", shows_gradients=True
         )
         super().__init__(settings, world, reporter, task, OwnCheckpoints)
         if any(group.exchange.passes is not None for group in self.groups.values()):
@@ -190,13 +177,9 @@ class Loop(BaseLoop):
             feed.name: LossMean(world, trains=True, counts=self.counts) for feed in self.trained
         }
         self._without_loader = LossMean(world, trains=True, counts=self.counts)
-        self.models = dict(self.others)
-        for name, one in given_models.items():
-            for group in self.groups.values():
-                if group.settings.model is one:
-                    self.models[name] = group.called
-            self.models.setdefault(name, one)
-        self._misuse = Misuse(self)
+        called = {id(group.settings.model): group.called for group in self.groups.values()}
+        self.models = {name: called.get(id(one), one) for name, one in given_models.items()}
+        self.misuse = Misuse(self)
         self._loggers: Loggers | None = None
 
     def parts(self, settings: LoopSettings) -> dict[str, LoopSettings]:
@@ -254,6 +237,7 @@ class Loop(BaseLoop):
                 for batch in batches:
                     step = Step(self, self.global_step + 1, batch)
                     yield step
+                    self.misuse.agree("the end of an iteration")
                     step.close()
                 self._end(Epoch(self, 1))
 
@@ -302,7 +286,7 @@ class Loop(BaseLoop):
                 "the loop's training has ended; call loop.epochs(…) or loop.steps(…) once, and "
                 "make a new allhands.Loop for another training"
             )
-        with calls.watch(self.world, worker.fail), self, self._misuse:
+        with calls.watch(self.world, worker.fail), self, self.misuse:
             self._loggers = Loggers(
                 self.settings.logdir if self.main else None,
                 len(self.history["epoch"]),
@@ -342,20 +326,26 @@ class Loop(BaseLoop):
         """
         name = self._group_named(optimizer)
         if not isinstance(batch, Batch):
-            batch = self._own_batch(batch)
+            batch = Batch.of(self, batch)
         if name in batch.used and not again:
             raise UserError(
                 f"the batch was used for a step of '{name}' already; take the next one, or write "
                 "loop.step(…, again=True) where it is meant"
             )
         batch.used.add(name)
+        self.misuse.agree(f"loop.step of '{name}'")
         self._stepped.add(name)
         function, objective = self._function(fn, name)
+        if function.fn is not fn and self.groups[name].captured is not None:
+            raise UserError(
+                f"step='graph' replays {function.where} as it was captured, and another one was "
+                "made; define it once, before the loop"
+            )
         function.fn = fn
         others = [group for key, group in self.groups.items() if key != name]
         self._drawing = batch.iteration, batch.steps
         batch.steps += 1
-        with self._misuse.within(), self.groups[name].alone(others):
+        with self.misuse.within(), self.groups[name].alone(others):
             super().step(objective, (batch.parts, batch.counts, batch.total, False), name)
 
     def _function(self, fn: Any, name: str) -> tuple[StepFunction, Objective]:
@@ -385,21 +375,6 @@ class Loop(BaseLoop):
                 f"loop.step(…, optimizer={name!r}); the optimizers are {', '.join(self.groups)}"
             )
         return name
-
-    def _own_batch(self, batch: Any) -> Batch:
-        """A batch that no loader of the loop has made: each rank has its own rows."""
-        count = _rows_of(batch)
-        if not count:
-            raise UserError(
-                f"loop.step was given {kind_of(batch)} without a row; give every rank tensors "
-                "whose first dimension is the samples, at least one"
-            )
-        total = self.mean_of(count) * self.world.world_size
-        return Batch(self, ([batch], [count], round(total), False))
-
-    def mean_of(self, value: float) -> float:
-        """The mean of a number over the ranks."""
-        return float(self.mean(value, 1))
 
     @property
     def evaluated_feeds(self) -> list[Feed]:
@@ -451,67 +426,7 @@ class Loop(BaseLoop):
             if in_between:
                 group.train()
 
-    # ------------------------------------------------------------------ between the ranks
-
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The rows of all ranks, ``[rows of the global batch, …]``, in the order of the samples;
-        differentiable. To be called in a step function, on every rank.
-
-        A loss of what it gives is a loss of the whole global batch: return it as it is.
-
-        Raises:
-            UserError: with ``accumulate`` above 1; a tensor that has no row a sample.
-        """
-        if self.settings.accumulate > 1:
-            raise UserError(
-                f"loop.gather with accumulate={self.settings.accumulate} would give the rows of "
-                "one micro-batch of each rank, and not of the global batch; write accumulate=1"
-            )
-        self.has_gathered = True
-        rows = self.rows
-        if rows is not None and not rows.count:
-            tensor = tensor[:0]
-        return gather_rows(tensor, self.world)
-
-    def mean(self, value: float | torch.Tensor, count: float = 1) -> torch.Tensor:
-        """The mean over all ranks of each rank's mean of `count` items; float64, without a
-        gradient. To be called on every rank."""
-        mine = torch.as_tensor(value, dtype=torch.float64, device=self.device).detach() * count
-        items = torch.tensor(float(count), dtype=torch.float64, device=self.device)
-        mine = mine.clone()
-        all_reduce_sum([mine, items], self.world)
-        return mine / items
-
-    def randn(self, *shape: int) -> torch.Tensor:
-        """Normal numbers for the rows of the micro-batch, the same for a sample at any number of
-        workers. To be called in a step function.
-
-        Args:
-            shape: ``rows, …``; the rows of the micro-batch.
-        """
-        return self._draw(torch.randn, shape)
-
-    def rand(self, *shape: int) -> torch.Tensor:
-        """As `randn`, between 0 and 1."""
-        return self._draw(torch.rand, shape)
-
-    def _draw(self, draw: Callable[..., torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
-        rows = self.rows
-        if rows is None:
-            raise UserError(
-                "loop.randn and loop.rand draw for the samples of a batch, in a step function; "
-                "elsewhere use torch.randn, which draws another stream on each rank"
-            )
-        rows.draws += 1
-        seed = derive_seed(self.settings.seed, "draw", *self._drawing, rows.draws)
-        generator = torch.Generator().manual_seed(seed)
-        whole = draw(rows.total, *shape[1:], generator=generator)
-        first = rows.first if rows.count else 0
-        return whole[first : first + shape[0]].to(self.device)
-
-    def print(self, *values: Any) -> None:
-        """Print on rank 0."""
-        self.reporter.line(" ".join(map(str, values)))
+    # ------------------------------------------------------------------ what is saved
 
     def register(self, name: str, value: Any, each_rank: bool = False) -> None:
         """Save an object with every checkpoint, and load it when a training goes on.
@@ -545,29 +460,3 @@ class Loop(BaseLoop):
     def to_device(self, batch: Any) -> Any:
         """A batch with all its tensors on the loop's device."""
         return batch if self.device.type == "cpu" else to_device(batch, self.device)
-
-
-def check_own_steps(strategy: Strategy, world: World) -> None:
-    """Raise `UserError` for a strategy that cannot take steps of the user's own."""
-    asked = f"allhands.Loop(strategy={strategy.name!r})"
-    if strategy.train_instead() is not None:
-        raise UserError(
-            f"{asked}: its rounds are no steps of one optimizer; write "
-            f"SupervisedRunner().train(distributed={strategy.name!r}, …)"
-        )
-    slices = strategy.slices(world.world_size)
-    if slices is not None and slices.loss_parallel:
-        raise UserError(
-            f"{asked} leaves the model's outputs in slices, of which a step function would compute "
-            "another loss on each rank; write loss_parallel=False"
-        )
-
-
-def _rows_of(batch: Any) -> int | None:
-    """The rows of a batch: of the first tensor in it."""
-    if isinstance(batch, torch.Tensor):
-        return len(batch) if batch.dim() else None
-    members = batch.values() if isinstance(batch, Mapping) else batch
-    if isinstance(members, (str, bytes)) or not hasattr(members, "__iter__"):
-        return None
-    return next((rows for rows in map(_rows_of, members) if rows is not None), None)

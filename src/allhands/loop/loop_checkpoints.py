@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,7 +86,7 @@ class LoopCheckpoints(Checkpoints):
             own |= {f"logged/{name}": value for name, value in loop.logged.partial().items()}
         # On another number of ranks, the training goes on from what evaluation would see; on this
         # one, from `own`.
-        with loop.buffers_made_equal() as buffers:
+        with self._buffers_made_equal() as buffers:
             own |= {f"buffers/{name}": value for name, value in buffers.items()}
             return self._saver.save(state, own, summary, loop.global_step, best)
 
@@ -138,6 +139,26 @@ class LoopCheckpoints(Checkpoints):
             ("strategy/" if len(groups) == 1 else f"strategy/{name}/", group)
             for name, group in groups.items()
         ]
+
+    def _named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The buffers of the models that are trained."""
+        groups = self.loop.groups
+        for name, group in groups.items():
+            before = f"{name}/" if len(groups) > 1 else ""
+            for key, buffer in group.model.named_buffers():
+                yield before + key, buffer
+
+    @contextmanager
+    def _buffers_made_equal(self) -> Iterator[Tensors]:
+        """Within, buffers are what evaluation would see; yields this rank's own."""
+        groups = self.loop.groups
+        own: Tensors = {}
+        with ExitStack() as stack:
+            for name, group in groups.items():
+                before = f"{name}/" if len(groups) > 1 else ""
+                buffers = stack.enter_context(group.state.buffers_made_equal())
+                own |= {before + key: buffer for key, buffer in buffers.items()}
+            yield own
 
     # ------------------------------------------------------------------ going on
 
@@ -239,7 +260,7 @@ class LoopCheckpoints(Checkpoints):
             self._own = [own]
             self._generators = _under(own, "generators/")
             values = _under(own, "buffers/")
-            for name, buffer in loop.named_buffers():
+            for name, buffer in self._named_buffers():
                 buffer.copy_(values[name])
             return
         laid_out = f" ({state['layout']})" if state.get("layout") else ""

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from allhands.comm import all_gather_text
 from allhands.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,10 +27,11 @@ class Misuse:
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
         self._inside = 0
-        self._left = _ITERATIONS
         self._hooks: list[Any] = []
+        self._first = 0  # iteration of this process
 
     def __enter__(self) -> None:
+        self._first = self.loop.global_step
         for name, group in self.loop.groups.items():
             part = f", optimizer={name!r}" if len(self.loop.groups) > 1 else ""
             if not group.strategy.takes_step:
@@ -60,10 +62,26 @@ class Misuse:
             yield
         finally:
             self._inside -= 1
-            if self._hooks and self.loop.global_step >= _ITERATIONS:
-                self._left -= 1
-                if self._left <= 0:
-                    self._remove()
+            if self._hooks and self.loop.global_step >= self._first + _ITERATIONS:
+                self._remove()
+
+    def agree(self, call: str) -> None:
+        """Raise `UserError` where the ranks do not do the same, in the first iterations.
+
+        Args:
+            call: what this rank is about to do.
+        """
+        world = self.loop.world
+        if world.world_size == 1 or self.loop.global_step >= self._first + _ITERATIONS:
+            return
+        calls = all_gather_text(call, world)
+        for rank, other in enumerate(calls):
+            if other != calls[0]:
+                raise UserError(
+                    f"the ranks do not make the same calls: rank 0 is at {calls[0]}, and rank "
+                    f"{rank} at {other}. Call loop.step on every rank, for the same batches, "
+                    "without `if loop.main`"
+                )
 
     def _remove(self) -> None:
         for hook in self._hooks:

@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from allhands.comm import broadcast_tensors
 from allhands.errors import UserError, did_you_mean, kind_of
 from allhands.loop.settings import LoopSettings, check_model
+from allhands.strategies import Strategy
+from allhands.world import World
 
 
 def named(what: str, one: Any, several: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -73,6 +76,14 @@ def group_settings(
                 f"{', '.join(models)}; make it from one of them: "
                 f"torch.optim.{type(optimizer).__name__}(model.parameters(), …)"
             )
+        for other, part in parts.items():
+            shared = [key for key, one in trained.items() if one in part.model.modules()]
+            if shared:
+                raise UserError(
+                    f"the optimizers {other!r} and {name!r} train parts of one model, "
+                    f"{shared[0]!r}; give each part to models= by a name of its own, or pass one "
+                    "optimizer"
+                )
         model = next(iter(trained.values())) if len(trained) == 1 else nn.ModuleDict(trained)
         parts[name] = replace(
             settings,
@@ -83,3 +94,35 @@ def group_settings(
             strategy=copy.deepcopy(settings.strategy) if several else settings.strategy,
         )
     return parts
+
+
+def place_others(
+    models: Mapping[str, nn.Module], parts: Mapping[str, LoopSettings], world: World
+) -> dict[str, nn.Module]:
+    """The models that no optimizer trains, on the device and equal on all ranks."""
+    trained = {id(p) for part in parts.values() for p in part.model.parameters()}
+    others = {
+        name: model
+        for name, model in models.items()
+        if all(id(parameter) not in trained for parameter in model.parameters())
+    }
+    for model in others.values():
+        model.to(world.device)
+        broadcast_tensors([*(p.detach() for p in model.parameters()), *model.buffers()], world)
+    return others
+
+
+def check_own_steps(strategy: Strategy, world: World) -> None:
+    """Raise `UserError` for a strategy that cannot take steps of the user's own."""
+    asked = f"allhands.Loop(strategy={strategy.name!r})"
+    if strategy.train_instead() is not None:
+        raise UserError(
+            f"{asked}: its rounds are no steps of one optimizer; write "
+            f"SupervisedRunner().train(distributed={strategy.name!r}, …)"
+        )
+    slices = strategy.slices(world.world_size)
+    if slices is not None and slices.loss_parallel:
+        raise UserError(
+            f"{asked} leaves the model's outputs in slices, of which a step function would compute "
+            "another loss on each rank; write loss_parallel=False"
+        )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from allhands.data import preserved_generators, to_device
 from allhands.data.trees import map_tensors
@@ -40,6 +41,14 @@ class Rows:
     def __init__(self, batch: Any, count: int, first: int, total: int) -> None:
         self.batch, self.count, self.first, self.total = batch, count, first, total
         self.draws = 0
+
+
+# A captured step finds the tensors in it; what else it holds must be the same to be replayed.
+pytree.register_pytree_node(
+    Rows,
+    lambda rows: ([rows.batch], (rows.count, rows.first, rows.total)),
+    lambda members, about: Rows(next(iter(members)), *about),
+)
 
 
 class StepFunction:
@@ -208,3 +217,13 @@ def _part(rows: Rows, begin: int, end: int) -> Rows:
         return tensor[begin:end]
 
     return Rows(map_tensors(rows.batch, rows_of), end - begin, rows.first + begin, rows.total)
+
+
+def rows_of(batch: Any) -> int | None:
+    """The rows of a batch: of the first tensor in it."""
+    if isinstance(batch, torch.Tensor):
+        return len(batch) if batch.dim() else None
+    members = batch.values() if isinstance(batch, Mapping) else batch
+    if isinstance(members, (str, bytes)) or not hasattr(members, "__iter__"):
+        return None
+    return next((rows for rows in map(rows_of, members) if rows is not None), None)

@@ -97,7 +97,7 @@ def _placed(model: nn.Module, world: World) -> Iterator[tuple[nn.Module, Strateg
         with _on_device(module, world.device):
             yield module, DDP(), Placement(module, world)
         return
-    with training.loop.buffers_made_equal():
+    with training.loop.state.buffers_made_equal():
         yield module, training.settings.strategy, training.loop.placement
 
 

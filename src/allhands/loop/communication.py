@@ -1,0 +1,90 @@
+"""What a step function asks of the other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from allhands.comm import all_reduce_sum
+from allhands.data import derive_seed
+from allhands.errors import UserError
+from allhands.loop.lifecycle import Lifecycle
+from allhands.loop.rows import gather_rows
+from allhands.loop.step_function import Rows
+
+
+class Communication(Lifecycle):
+    """The part of `allhands.Loop` that talks to other ranks."""
+
+    #: What the step function that runs was called on.
+    rows: Rows | None = None
+    #: Whether a step function has called `gather`.
+    has_gathered = False
+    # The iteration, and the step in it, for which random numbers are drawn.
+    _drawing = (0, 0)
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The rows of all ranks, ``[rows of the global batch, …]``, in the order of the samples;
+        differentiable. To be called in a step function, on every rank.
+
+        A loss of what it gives is a loss of the whole global batch: return it as it is.
+
+        Raises:
+            UserError: with ``accumulate`` above 1; a tensor that has no row a sample.
+        """
+        if self.settings.accumulate > 1:
+            raise UserError(
+                f"loop.gather with accumulate={self.settings.accumulate} would give the rows of "
+                "one micro-batch of each rank, and not of the global batch; write accumulate=1"
+            )
+        self.has_gathered = True
+        rows = self.rows
+        if rows is not None and not rows.count:
+            tensor = tensor[:0]
+        return gather_rows(tensor, self.world)
+
+    def mean(self, value: float | torch.Tensor, count: float = 1) -> torch.Tensor:
+        """The mean over all ranks of each rank's mean of `count` items; float64, without a
+        gradient. To be called on every rank."""
+        mine = (
+            torch.as_tensor(value, dtype=torch.float64, device=self.world.device).detach() * count
+        )
+        items = torch.tensor(float(count), dtype=torch.float64, device=self.world.device)
+        mine = mine.clone()
+        all_reduce_sum([mine, items], self.world)
+        return mine / items
+
+    def randn(self, *shape: int) -> torch.Tensor:
+        """Normal numbers for the rows of the micro-batch, the same for a sample at any number of
+        workers. To be called in a step function.
+
+        Args:
+            shape: ``rows, …``; the rows of the micro-batch.
+        """
+        return self._draw(torch.randn, shape)
+
+    def rand(self, *shape: int) -> torch.Tensor:
+        """As `randn`, between 0 and 1."""
+        return self._draw(torch.rand, shape)
+
+    def _draw(self, draw: Callable[..., torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
+        rows = self.rows
+        if rows is None:
+            raise UserError(
+                "loop.randn and loop.rand draw for the samples of a batch, in a step function; "
+                "elsewhere use torch.randn, which draws another stream on each rank"
+            )
+        if self.world.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("loop.randn draws on the host; draw the noise into the batch")
+        rows.draws += 1
+        seed = derive_seed(self.settings.seed, "draw", *self._drawing, rows.draws)
+        generator = torch.Generator().manual_seed(seed)
+        whole = draw(rows.total, *shape[1:], generator=generator)
+        first = rows.first if rows.count else 0
+        return whole[first : first + shape[0]].to(self.world.device)
+
+    def print(self, *values: Any) -> None:
+        """Print on rank 0."""
+        self.reporter.line(" ".join(map(str, values)))
