@@ -253,6 +253,45 @@ def test_values_and_rows_that_were_pushed_and_not_read_are_pushed_again() -> Non
     _same(*found)
 
 
+@pytest.mark.parametrize("lost", [0, 1])
+def test_rows_and_dense_keys_that_are_clipped_together_survive_too(lost: int) -> None:
+    table = RowSparse(rows=50, columns=3)
+    ids = torch.tensor([[4, 7, 9], [1, 4, 30]])
+
+    def train(kill: bool) -> list[Weights]:
+        with job(2, 2) as made:
+
+            def work(rank: int) -> Weights:
+                store = _store(made, rank)
+                store.set_optimizer("sgd", {"lr": 0.5, "momentum": 0.9})
+                store.declare({"w": torch.ones(700), "t": table})
+                out = torch.empty(700)
+                for step in range(6):
+                    if kill and rank == 0 and step in (2, 4):
+                        _whole(made, lost)
+                        _restart(made, lost)
+                    rows = torch.full((3, 3), 1.0 + rank + step)
+                    sparse = torch.sparse_coo_tensor(
+                        ids[rank][None], rows, (50, 3), is_coalesced=True, check_invariants=True
+                    )
+                    grads = {"w": torch.full((700,), 1.0 + step), "t": sparse}
+                    taken = store.update(grads, {"w": out}, Share(2.0, 1.0), clip_norm=0.5)
+                    assert taken.number == step + 1
+                found = store.row_sparse_pull("t", row_ids=torch.arange(50))
+                store.barrier()
+                store.close()
+                return {"w": out, "t": found}
+
+            return made.run(work)
+
+    expected = train(False)
+    _same(expected[0], expected[1])
+    for ours in train(True):
+        _same(expected[0], ours)
+    norm = (expected[0]["w"] - 1).norm() ** 2 + expected[0]["t"].norm() ** 2
+    assert 0.5 < norm**0.5 < 0.5 * 0.5 * 60  # bounded steps, which add up
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [

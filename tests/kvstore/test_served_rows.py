@@ -110,7 +110,9 @@ def test_large_ids_duplicates_and_nothing_at_all() -> None:
 
     with job(2, servers=2) as made:
         worlds = made.run(work)
-        held = sum(len(part.rows) for server in made.servers for part in server.shards[0].tables())
+        held = sum(
+            len(part.rows) for server in made.servers for part in server.shards[0].parts.values()
+        )
     assert held == len(ids)  # of 2**40 rows, those that were pushed
     for found in worlds:
         assert torch.equal(found["first"], first_rows(table, torch.tensor(ids)))
@@ -287,6 +289,36 @@ def test_a_step_without_samples_anywhere_is_told_to_all() -> None:
     with job(2) as made:
         for text in made.run(work):
             assert text.startswith("the key 'table': no worker has a sample in this step")
+
+
+@pytest.mark.parametrize("loss", ["stop", "continue"])
+def test_rows_that_came_before_their_round_was_open_count_when_their_worker_leaves(
+    loss: str,
+) -> None:
+    table, ids = RowSparse(10, 1), [2, 3]
+    held, left = threading.Event(), threading.Event()
+
+    def work(rank: int) -> list[list[float]] | None:
+        store = made.store(rank, on_worker_loss=loss)
+        store.set_optimizer("sgd", lr=1.0)
+        store.init("table", table)
+        if rank == 1:  # what it sends to server 1 comes late
+            store.links[1].put(held.wait)
+        for step in range(2):
+            if rank == 1 and step == 1:
+                assert left.wait(20.0)
+                held.set()
+            store.push("table", sparse(table, ids, torch.full((2, 1), 1.0 + rank + 10 * step)))
+            if step == 0:
+                store.row_sparse_pull("table", row_ids=torch.tensor([2]))  # of server 0
+        if rank == 0:
+            store.close()
+            left.set()
+            return None
+        return store.row_sparse_pull("table", row_ids=torch.tensor(ids)).tolist()
+
+    with job(2, servers=2) as made:
+        assert made.run(work)[1] == [[-26.0], [-26.0]]  # 1 + 2 + 11 + 12 on both servers
 
 
 def test_a_worker_that_came_again_is_told_the_rounds_of_rows() -> None:

@@ -10,10 +10,9 @@ import torch
 from allhands.comm.clipping import square_of
 from allhands.comm.codecs import Codec
 from allhands.errors import UserError
-from allhands.kvstore.bucket import weight_factor
 from allhands.kvstore.chunk_compression import ChunkCompressor
 from allhands.kvstore.optimizers import ChunkOptimizer, OptimizerSpec
-from allhands.kvstore.parts import KeyPart, Meta, StepWorker, lead_of
+from allhands.kvstore.parts import KeyPart, Meta, StepWorker
 
 _WEIGHTS, _SENT, _RESIDUAL = "weights", "sent", "residual"
 ANEW = "anew"  # the chunk's optimizer is to have its first state
@@ -24,16 +23,11 @@ class Chunk(KeyPart):
 
     Attributes:
         weights: the value, 1-D.
-        arrived: pushes of the open round that are not added yet, because a lower rank's is to come
-            first.
-        added: who is in the sum.
         total: the sum so far; the first one's own memory.
         room: where the sum is made instead, while `total` is a worker's own memory, which must stay
             as it is.
-        waiting: who wants the value, and from which version on.
         seen: the version that each worker got last, and its own pushes since.
         down: where values are compressed on their way down; then `sent` is what the workers have.
-        clipped: the round is combined, and waits for the norm of all parts.
     """
 
     def __init__(
@@ -52,19 +46,13 @@ class Chunk(KeyPart):
         self.block, self.offset = block, offset
         self.ready = False
         self.optimizer: ChunkOptimizer | None = None
-        self.arrived: dict[
-            int, tuple[torch.Tensor, Meta, Callable[[], None], torch.Tensor | None]
-        ] = {}
-        self.added: list[Meta] = []
         self.total: torch.Tensor | None = None
         self.room: torch.Tensor | None = None
         self.held: list[Callable[[], None]] = []
-        self.waiting: list[tuple[StepWorker, int]] = []
         self.seen: dict[int, int] = {}
         self.down: ChunkCompressor | None = None
         self.sent: torch.Tensor | None = None
         self.encoded: torch.Tensor | None = None
-        self.clipped = False
 
     # ------------------------------------------------------------------ its state
 
@@ -128,36 +116,7 @@ class Chunk(KeyPart):
 
     # ------------------------------------------------------------------ the open round
 
-    def take(
-        self,
-        rank: int,
-        values: torch.Tensor,
-        meta: Meta,
-        release: Callable[[], None],
-        room: torch.Tensor | None = None,
-    ) -> None:
-        """Keep a push of the open round until it is to be added. The lock is held."""
-        if rank in self.arrived or any(other.worker.rank == rank for other in self.added):
-            release()
-            raise UserError(
-                f"the key '{self.key}' was pushed twice in one round by worker {rank}; pull it "
-                "before the next push"
-            )
-        self.arrived[rank] = (values, meta, release, room)
-
-    def forget(self, rank: int) -> None:
-        """Drop a worker's push that is not to be added. The lock is held."""
-        if rank in self.arrived:
-            self.arrived.pop(rank)[2]()
-
     def add_up(self, awaited: Collection[int], ready: Collection[int], settled: bool) -> bool:
-        """Add what is its turn, in the order of the ranks; True when all are in. The lock is held.
-
-        Args:
-            awaited: the ranks that are waited for.
-            ready: those that may be added.
-            settled: nobody but them comes into the round.
-        """
         while not self.clipped:
             done = {meta.worker.rank for meta in self.added}
             due = min({*awaited, *ready} - done, default=None)
@@ -192,79 +151,36 @@ class Chunk(KeyPart):
         return self.total if room is None else room
 
     def combine(self) -> float:
-        """Weigh the sum; returns the sum of its squares where the step is clipped, else 0. The lock
-        is held."""
         assert self.total is not None
-        lead = self.lead()
-        others = {meta.expected for meta in self.added if not meta.idle}
-        if len(others) > 1:
-            raise UserError(
-                f"the key '{self.key}' was pushed with a weight by some workers and without by "
-                "others"
-            )
-        factor = weight_factor([meta.weight for meta in self.added], lead.expected)
+        factor = self.factor()
         if factor != 1.0:
-            self.total = torch.mul(self.total, factor, out=self._writable())
-        self.square = square_of(self.total) if lead.clip is not None else None
+            self.multiply(factor)
+        self.square = square_of(self.total) if self.lead().clip is not None else None
         return self.square or 0.0
 
-    def lead(self) -> Meta:
-        """Whose options count."""
-        return lead_of(self.added)
-
-    def close(self, scale: float = 1.0, mirror: Any = None) -> list[Meta]:
-        """Apply the sum and open the next round; who was in it. Nobody hears of it before `mirror`
-        has it. The lock is held."""
+    def multiply(self, factor: float) -> None:
         assert self.total is not None
-        if scale != 1.0:
-            self.total = torch.mul(self.total, scale, out=self._writable())
-        metas, options = self.added, self.lead().options(self.group)
-        ticket = None if mirror is None else mirror.begin(self, options, len(metas), self.total)
-        try:
-            self.apply(options)
-        finally:
-            self.clear()
-        self.version += 1
-        for meta in metas:
-            self.last[meta.worker.rank] = self.version
-        self.workers = len(metas)
-        self._encode()
-        if mirror is not None:
-            mirror.settle(self, ticket)
-        self.serve()
-        return metas
+        self.total = torch.mul(self.total, factor, out=self._writable())
 
-    def step_alone(
-        self,
-        meta: Meta,
-        values: torch.Tensor,
-        release: Callable[[], None],
-        room: torch.Tensor | None,
-        options: dict[str, Any] | None,
-    ) -> None:
-        """Apply one worker's push by itself. The lock is held."""
-        self.added, self.total, self.held, self.room = [meta], values, [release], room
-        try:
-            self.combine()
-            self.apply(options)
-        finally:
-            self.clear()
-        self.version += 1
+    def payload(self) -> torch.Tensor | bytes:
+        assert self.total is not None
+        return self.total
+
+    def set_payload(self, payload: torch.Tensor) -> None:
+        self.total = payload.view(self.weights.dtype)
+
+    def step_alone(self, meta: Meta, *given: Any) -> None:
+        super().step_alone(meta, *given)
         self.seen[meta.worker.rank] += 1
 
-    def repeat(self, payload: torch.Tensor, said: Mapping[str, Any]) -> None:
-        self.total = payload.view(self.weights.dtype)
-        try:
-            self.apply(said["options"])
-        finally:
-            self.clear()
+    def stale(self, rank: int) -> int:
+        return max(0, self.version - self.seen.setdefault(rank, self.version))
+
+    def skip(self) -> None:
         self.version += 1
-        self.workers, self.square = said["workers"], said["square"]
-        self._encode()
+        self.seen = {rank: version + 1 for rank, version in self.seen.items()}
 
     def apply(self, options: dict[str, Any] | None) -> None:
-        """Take a step with the sum, or the sum itself where there is no optimizer. The lock is
-        held."""
         assert self.total is not None
         if self.optimizer is not None:
             if self.room is not None:  # an optimizer may write to its gradient
@@ -280,21 +196,12 @@ class Chunk(KeyPart):
         return self.version + 1 > number or (self.version + 1 == number and bool(self.added))
 
     def clear(self) -> None:
-        """Forget the open round."""
         for release in self.held:
             release()
         self.total, self.room, self.added, self.held, self.clipped = None, None, [], [], False
 
-    def drop(self) -> None:
-        self.clear()
-        for _, _, release, _ in self.arrived.values():
-            release()
-        self.arrived.clear()
-        self.waiting.clear()
-        self.clocks.clear()
-
-    def _encode(self) -> None:
-        """Say in few bits what has changed, where workers get it so. The lock is held."""
+    def encode(self) -> None:
+        """Say in few bits what has changed, where workers get it so."""
         if self.down is not None:
             assert self.sent is not None
             self.encoded = self.down.compress(
@@ -316,15 +223,6 @@ class Chunk(KeyPart):
             self.sent, self.encoded = self.weights.clone(), None
             self.down.load(torch.zeros(len(self.weights)))
 
-    def serve(self, may: Collection[int] | None = None) -> None:
-        """Answer those whose version is reached, and who are among `may`. The lock is held."""
-        waiting, self.waiting = self.waiting, []
-        due = []
-        for worker, version in waiting:
-            if version <= self.version and (may is None or worker.rank in may):
-                due.append(worker)
-            else:
-                self.waiting.append((worker, version))
-        for worker in due:
-            self.seen[worker.rank] = self.version
-            worker.give(self)
+    def give(self, worker: StepWorker, asked: Any) -> None:
+        self.seen[worker.rank] = self.version
+        worker.give(self)

@@ -1,5 +1,4 @@
-"""Who counts in the open round of a dense key: the same workers in all of its chunks on one
-server."""
+"""Who counts in the open round of a key: the same workers in all of its parts on one server."""
 
 from __future__ import annotations
 
@@ -8,8 +7,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from allhands.kvstore.chunks import Chunk
 from allhands.kvstore.members import Members
+from allhands.kvstore.parts import KeyPart
 
 
 @dataclass
@@ -21,7 +20,7 @@ class _KeyRound:
 
 
 class KeyRounds:
-    """The open rounds of a server's dense keys.
+    """The open rounds of a server's keys.
 
     A worker that is lost between two chunks of a key must count in all of them or in none. So its
     part is added up once all of its chunks are here, and who is in a round is settled once for the
@@ -36,13 +35,13 @@ class KeyRounds:
         by_key: the others go on without a lost worker.
     """
 
-    def __init__(self, chunks: Mapping[int, Chunk], members: Members, by_key: bool) -> None:
+    def __init__(self, chunks: Mapping[int, KeyPart], members: Members, by_key: bool) -> None:
         self._chunks, self._members, self._by_key = chunks, members, by_key
         self._lock = threading.Lock()
         self._open: dict[str | int, _KeyRound] = {}
-        self._parts: dict[str, list[Chunk]] = {}
+        self._parts: dict[str, list[KeyPart]] = {}
 
-    def parts(self, chunk: Chunk) -> list[Chunk]:
+    def parts(self, chunk: KeyPart) -> list[KeyPart]:
         """The chunks whose rounds have the same members as this one's."""
         if not self._by_key:
             return [chunk]
@@ -53,15 +52,16 @@ class KeyRounds:
             ]
         return self._parts[chunk.key]
 
-    def _unit(self, chunk: Chunk) -> str | int:
+    def _unit(self, chunk: KeyPart) -> str | int:
         return chunk.key if self._by_key else chunk.number
 
-    def arrive(self, chunk: Chunk, number: int, worker: Any) -> bool | None:
+    def arrive(self, chunk: KeyPart, number: int, worker: Any, early: bool = False) -> bool | None:
         """A push of round `number` has come. True: it completes the worker's part. None: the worker
-        is not counted any more, and what it pushes is to be dropped. The chunk's lock is held."""
+        is not counted any more, and what it pushes is to be dropped, unless it came `early`, when
+        the worker was. The chunk's lock is held."""
         parts = len(self.parts(chunk))
         with self._lock:
-            if self._by_key and not self._members.holds(worker):
+            if self._by_key and not early and not self._members.holds(worker):
                 return None
             current = self._open.get(self._unit(chunk))
             if current is None or current.number != number:
@@ -73,7 +73,7 @@ class KeyRounds:
             self._settle(chunk.key, current)
             return True
 
-    def state(self, chunk: Chunk) -> tuple[Collection[int], Collection[int], bool]:
+    def state(self, chunk: KeyPart) -> tuple[Collection[int], Collection[int], bool]:
         """Of the chunk's open round: the ranks that are waited for, those whose part is here, and
         whether nobody else comes into it. The chunk's lock is held."""
         with self._lock:

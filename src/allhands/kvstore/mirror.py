@@ -218,13 +218,7 @@ class Mirror:
 
     # ------------------------------------------------------------------ what is copied
 
-    def begin(
-        self,
-        part: Any,
-        options: dict[str, Any] | None,
-        workers: int,
-        payload: torch.Tensor | bytes,
-    ) -> Ticket | None:
+    def begin(self, part: Any, options: dict[str, Any] | None, workers: int) -> Ticket | None:
         """Send what a round is about to apply; None where the whole part is to be sent afterwards.
         The part's lock is held."""
         with self._sending:
@@ -237,7 +231,7 @@ class Mirror:
                 "workers": workers,
                 "square": part.square,
             }
-            return self._say(said, payload)
+            return self._say(said, part.payload())
 
     def settle(self, part: Any, ticket: Ticket | None) -> None:
         """Wait until the other side has a round, or the whole part. The part's lock is held."""

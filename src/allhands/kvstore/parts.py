@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from allhands.errors import UserError
+from allhands.kvstore.bucket import weight_factor
 from allhands.kvstore.optimizers import OptimizerSpec
 
 
@@ -25,6 +27,9 @@ class StepWorker(Protocol):
 
     def give(self, chunk: Any) -> None:
         """Send the chunk's value; called with the chunk's lock held."""
+
+    def give_rows(self, request: int, rows: torch.Tensor) -> None:
+        """The rows that a request asked for."""
 
     def finished(self, meta: Meta, workers: int, staleness: int) -> None:
         """A part of this step is done."""
@@ -88,9 +93,16 @@ class KeyPart(ABC):
         workers: how many were in the round that was closed last.
         ready: whether the first value is there.
         trained: it is of the keys that every step is over.
+        arrived: pushes of the open round that are not added yet.
+        added: who is in the sum.
+        clipped: the round is combined, and waits for the norm of all parts.
+        early: pushes of rounds after the open one, of which `beyond` may be, as `Shard.push` takes
+            them.
+        waiting: who wants the value, from which version on, and what of it.
     """
 
     trained = False
+    beyond = 0
 
     def __init__(self, number: int, key: str, group: int) -> None:
         self.number, self.key, self.group = number, key, group
@@ -99,7 +111,11 @@ class KeyPart(ABC):
         self.last: dict[int, int] = {}
         self.clocks: dict[int, int] = {}
         self.square: float | None = None
-        self.ready = True
+        self.ready, self.clipped = True, False
+        self.arrived: dict[int, tuple[Any, Meta, Callable[[], None], torch.Tensor | None]] = {}
+        self.added: list[Meta] = []
+        self.early: dict[int, tuple[Any, ...]] = {}
+        self.waiting: list[tuple[StepWorker, int, Any]] = []
 
     @abstractmethod
     def form(self) -> list[Any]:
@@ -131,10 +147,6 @@ class KeyPart(ABC):
         """
 
     @abstractmethod
-    def repeat(self, payload: Any, said: Mapping[str, Any]) -> None:
-        """Apply a round that was closed on another server, as `Mirror.begin` sends it."""
-
-    @abstractmethod
     def newest(self, synchronous: bool) -> int:
         """The highest number that a push has had here."""
 
@@ -142,9 +154,164 @@ class KeyPart(ABC):
     def has_begun(self, number: int) -> bool:
         """Whether it is too late to be counted from this round on. The lock is held."""
 
+    # ------------------------------------------- a round; the lock is held in all of it
+
     @abstractmethod
+    def add_up(self, awaited: Collection[int], ready: Collection[int], settled: bool) -> bool:
+        """Add what can be, in the order of the ranks; True when all are in.
+
+        Args:
+            awaited: the ranks that are waited for.
+            ready: those that may be added.
+            settled: nobody but them comes into the round.
+        """
+
+    @abstractmethod
+    def combine(self) -> float:
+        """Weigh the sum; returns the sum of its squares where the step is clipped, else 0."""
+
+    @abstractmethod
+    def multiply(self, factor: float) -> None:
+        """Multiply the sum."""
+
+    @abstractmethod
+    def payload(self) -> torch.Tensor | bytes:
+        """The sum, as it is sent to a copy."""
+
+    @abstractmethod
+    def set_payload(self, payload: Any) -> None:
+        """Take a sum that `payload` gave on another server."""
+
+    @abstractmethod
+    def apply(self, options: dict[str, Any] | None) -> None:
+        """Take a step with the sum, or assign it where there is no optimizer."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget the sum, and who is in it."""
+
+    @abstractmethod
+    def give(self, worker: StepWorker, asked: Any) -> None:
+        """Send a worker what it waits for."""
+
+    def encode(self) -> None:
+        """After a round: make what all workers get alike."""
+
+    def stale(self, rank: int) -> int:
+        """How many pushes of others the worker has not seen."""
+        return 0
+
+    def skip(self) -> None:
+        """A worker without samples has pushed, where nobody waits: nothing becomes stale."""
+
+    def take(
+        self,
+        rank: int,
+        values: Any,
+        meta: Meta,
+        release: Callable[[], None],
+        room: torch.Tensor | None = None,
+    ) -> None:
+        """Keep a push of the open round until it is to be added."""
+        if rank in self.arrived or any(other.worker.rank == rank for other in self.added):
+            release()
+            raise UserError(
+                f"the key '{self.key}' was pushed twice in one round by worker {rank}; pull it "
+                "before the next push"
+            )
+        self.arrived[rank] = (values, meta, release, room)
+
+    def forget(self, rank: int) -> None:
+        """Drop a worker's push that is not to be added."""
+        if rank in self.arrived:
+            self.arrived.pop(rank)[2]()
+
+    def lead(self) -> Meta:
+        """Whose options count."""
+        return lead_of(self.added)
+
+    def factor(self) -> float:
+        """By what the sum is multiplied."""
+        if len({meta.expected for meta in self.added if not meta.idle}) > 1:
+            raise UserError(
+                f"the key '{self.key}' was pushed with a weight by some workers and without by "
+                "others"
+            )
+        try:
+            return weight_factor([meta.weight for meta in self.added], self.lead().expected)
+        except UserError as error:
+            raise UserError(f"the key '{self.key}': {error}") from None
+
+    def close(self, scale: float = 1.0, mirror: Any = None) -> list[Meta]:
+        """Apply the sum and open the next round; who was in it. Nobody hears of it before `mirror`
+        has it."""
+        if scale != 1.0:
+            self.multiply(scale)
+        metas, options, ticket = self.added, self.lead().options(self.group), None
+        if mirror is not None:
+            ticket = mirror.begin(self, options, len(metas))
+        self._step(options)
+        for meta in metas:
+            self.last[meta.worker.rank] = self.version
+        self.workers = len(metas)
+        self.encode()
+        if mirror is not None:
+            mirror.settle(self, ticket)
+        self.serve()
+        return metas
+
+    def repeat(self, payload: Any, said: Mapping[str, Any]) -> None:
+        """Apply a round that was closed on another server, as `Mirror.begin` sends it."""
+        self.set_payload(payload)
+        self._step(said["options"])
+        self.workers, self.square = said["workers"], said["square"]
+        self.encode()
+
+    def step_alone(
+        self,
+        meta: Meta,
+        values: Any,
+        release: Callable[[], None],
+        room: torch.Tensor | None,
+        options: dict[str, Any] | None,
+    ) -> None:
+        """Apply one worker's push by itself."""
+        alone = (meta.worker.rank,)
+        self.take(meta.worker.rank, values, meta, release, room)
+        self.add_up(alone, alone, True)
+        try:
+            self.combine()
+        except UserError:
+            self.clear()
+            raise
+        self._step(options)
+
+    def _step(self, options: dict[str, Any] | None) -> None:
+        try:
+            self.apply(options)
+        finally:
+            self.clear()
+        self.version += 1
+
+    def serve(self, may: Collection[int] | None = None) -> None:
+        """Answer those whose version is reached, and who are among `may`."""
+        waiting, self.waiting = self.waiting, []
+        due: list[tuple[StepWorker, int, Any]] = []
+        for one in waiting:
+            may_have = one[1] <= self.version and (may is None or one[0].rank in may)
+            (due if may_have else self.waiting).append(one)
+        for worker, _, asked in due:
+            self.give(worker, asked)
+
     def drop(self) -> None:
-        """Forget the open round, what has arrived for it, and who waits. The lock is held."""
+        """Forget the open round, what has arrived for it, and who waits."""
+        self.clear()
+        for _, _, release, _ in self.arrived.values():
+            release()
+        for one in (self.arrived, self.early, self.waiting, self.clocks):
+            one.clear()
+
+    # ------------------------------------------------------------------ all of it
 
     def changed_outside(self) -> None:
         """The value was set, and not by a round. The lock is held."""

@@ -149,11 +149,6 @@ class ServedStore(ServedSteps):
         clip_norm: float | None,
     ) -> Step:
         dense, rows = self._checked_gradients(grads)
-        if rows and clip_norm is not None and self.rules["mirror"]:
-            raise UserError(
-                "clip_norm with keys of rows needs a store without mirror=True; leave one of the "
-                "two out"
-            )
         self._check_all(outs, "out")
         self._check_read(grads)
         told = None if groups is None else [dict(group) for group in groups]

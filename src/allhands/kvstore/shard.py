@@ -5,20 +5,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 
 from allhands.errors import AllhandsError, UserError
-from allhands.kvstore.chunks import Chunk
 from allhands.kvstore.key_rounds import KeyRounds
 from allhands.kvstore.members import Members
-from allhands.kvstore.parts import Meta, within
+from allhands.kvstore.parts import KeyPart, Meta, within
 from allhands.kvstore.shard_keys import ShardKeys
 from allhands.kvstore.shard_recovery import ShardRecovery
 from allhands.kvstore.shard_state import load_state
-from allhands.kvstore.table_rounds import RoundError, TableRounds
 from allhands.kvstore.waits import Waits
 
 
@@ -95,78 +92,93 @@ class Shard(ShardKeys):
 
     def push(
         self,
-        chunk: Chunk,
+        part: KeyPart,
         number: int,
         meta: Meta,
-        values: torch.Tensor,
+        values: Any,
         release: Callable[[], None],
         wanted: bool,
         room: torch.Tensor | None = None,
+        early: bool = False,
     ) -> None:
-        """A worker's values for a round; with `room`, they must stay as they are, and sums can be
-        made there."""
+        """A worker's values, or rows, for a round.
+
+        Args:
+            part: of which key.
+            number: the round.
+            meta: the worker's part in the step.
+            values: those of a chunk, or ids and rows.
+            release: what to do when the values are not needed any more.
+            wanted: the new value is to be sent back.
+            room: where sums can be made, because the values must stay as they are.
+            early: it came before the round was open.
+        """
         worker = meta.worker
-        with chunk.lock:
+        with part.lock:
             if self.recovery is not None and worker.occasion != self.recovery.occasion:
                 release()  # of the time before the servers went back
                 return
             if not self.synchronous:
-                self._apply_alone(chunk, number, meta, values, release, wanted, room)
+                self._apply_alone(part, number, meta, values, release, wanted, room)
                 return
             # The others went on without it, or it was sent again after a lost connection.
-            if number <= chunk.version:
+            if number <= part.version:
                 release()
                 if wanted:
-                    chunk.waiting.append((worker, 0))
-                    chunk.serve()
+                    part.waiting.append((worker, 0, None))
+                    part.serve()
                 if self.mirror is None:
-                    self._part_done(meta, len(chunk.added) or 1)
+                    self._part_done(meta, len(part.added) or 1)
                     return
                 # Another server may have to close this step yet.
-                if meta.clip is not None and chunk.square is not None:
-                    self._add_square(meta.step, chunk.number, chunk.square)
-                self._part_done(meta, chunk.workers or 1)
+                if meta.clip is not None and part.square is not None:
+                    self._add_square(meta.step, part.number, part.square)
+                self._part_done(meta, part.workers or 1)
                 return
-            if number != chunk.version + 1:
+            ahead = number - part.version - 1
+            if ahead > part.beyond:
                 release()
                 raise UserError(
-                    f"the key '{chunk.key}' is at version {chunk.version}; a push for {number} "
-                    "cannot be placed"
+                    f"the key '{part.key}' is at version {part.version}; a push for {number} "
+                    "cannot be placed; pull it first"
                 )
-            chunk.take(worker.rank, values, meta, release, room)
-            whole = self.rounds.arrive(chunk, number, worker)
+            if ahead:
+                part.early[worker.rank] = (number, meta, values, release, wanted, room, True)
+                return
+            part.take(worker.rank, values, meta, release, room)
+            whole = self.rounds.arrive(part, number, worker, early)
             if whole is None:
-                chunk.forget(worker.rank)
+                part.forget(worker.rank)
             elif wanted:
-                chunk.waiting.append((worker, number))
+                part.waiting.append((worker, number, None))
         if whole:
-            self._go_on(chunk)
+            self._go_on(part)
 
-    def _go_on(self, chunk: Chunk) -> None:
-        """Add up what can be, of a chunk and of those whose rounds have the same members. None of
+    def _go_on(self, part: KeyPart) -> None:
+        """Add up what can be, of a part and of those whose rounds have the same members. None of
         their locks is held."""
-        for one in self.rounds.parts(chunk):
+        for one in self.rounds.parts(part):
             with one.lock:
                 self._after(one, one.add_up(*self.rounds.state(one)))
 
-    def _after(self, chunk: Chunk, complete: bool) -> None:
-        """Go on with a round whose pushes have been added up. The chunk's lock is held."""
+    def _after(self, part: KeyPart, complete: bool) -> None:
+        """Go on with a round whose pushes have been added up. The part's lock is held."""
         if not complete:
             return
         try:
-            square = chunk.combine()
+            square = part.combine()
         except UserError as error:
             self.fail(str(error))
             return
-        step, clip = chunk.added[0].step, chunk.lead().clip
-        if clip is None:
-            self._closed(chunk, 1.0)
+        lead = part.lead()
+        if lead.clip is None:
+            self._closed(part, 1.0)
             return
-        chunk.clipped = True
-        self._add_square(step, chunk.number, square)
+        part.clipped = True
+        self._add_square(lead.step, part.number, square)
 
     def _add_square(self, step: int, number: int, square: float) -> None:
-        """A chunk or a table waits for the norm of all."""
+        """A part waits for the norm of all."""
         with self._lock:
             squares = self._clips.setdefault(step, {})
             squares[number] = square
@@ -182,23 +194,23 @@ class Shard(ShardKeys):
             self._clip_metas.pop(step, None)
         for number in squares or {}:
             part = self.parts[number]
-            if isinstance(part, TableRounds):
-                self._rows_done(part, partial(part.commit, scale))
-                continue
             with part.lock:
                 if part.clipped:
                     self._closed(part, scale)
 
-    def _closed(self, chunk: Chunk, scale: float) -> None:
+    def _closed(self, part: KeyPart, scale: float) -> None:
         try:
-            metas = chunk.close(scale, self.mirror)
+            metas = part.close(scale, self.mirror)
         except AllhandsError as error:
-            self.fail(f"the key '{chunk.key}': {error}")
+            self.fail(f"the key '{part.key}': {error}")
             return
         if self.recovery is not None:
-            self.recovery.closed(self, chunk)
+            self.recovery.closed(self, part)
         for meta in metas:
             self._part_done(meta, len(metas))
+        early, part.early = part.early, {}
+        for push in early.values():
+            self.push(part, *push)
 
     def _part_done(self, meta: Meta, workers: int) -> None:
         meta.workers = workers
@@ -217,34 +229,32 @@ class Shard(ShardKeys):
 
     def _apply_alone(
         self,
-        chunk: Chunk,
+        part: KeyPart,
         number: int,
         meta: Meta,
-        values: torch.Tensor,
+        values: Any,
         release: Callable[[], None],
         wanted: bool,
         room: torch.Tensor | None,
     ) -> None:
-        worker = meta.worker
-        if number > chunk.last.get(worker.rank, 0):
-            chunk.last[worker.rank] = number
-            stale = max(0, chunk.version - chunk.seen.setdefault(worker.rank, chunk.version))
-            chunk.clocks[worker.rank] = chunk.clocks.get(worker.rank, 0) + 1
-            # It had no samples, so there is nothing to apply, and nothing becomes stale.
-            if not meta.weight:
+        rank = meta.worker.rank
+        if number <= part.last.get(rank, 0):
+            release()
+        else:
+            part.last[rank] = number
+            part.clocks[rank] = part.clocks.get(rank, 0) + 1
+            stale = part.stale(rank)
+            if not meta.weight:  # it had no samples, so there is nothing to apply
                 release()
-                chunk.version += 1
-                chunk.seen = {rank: version + 1 for rank, version in chunk.seen.items()}
+                part.skip()
             else:
-                options = self._damped(meta.options(chunk.group), chunk.group, stale)
-                chunk.step_alone(meta, values, release, room, options)
+                options = self._damped(meta.options(part.group), part.group, stale)
+                part.step_alone(meta, values, release, room, options)
                 with self._lock:
                     meta.staleness = max(meta.staleness, stale)
-        else:
-            release()
         if wanted:
-            chunk.waiting.append((worker, 0))
-        self._serve(chunk)
+            part.waiting.append((meta.worker, 0, None))
+        self._serve(part)
         self._part_done(meta, 1)
 
     def _damped(
@@ -256,42 +266,20 @@ class Shard(ShardKeys):
         rate = (options or (self.spec.groups[group] if self.spec else {})).get("lr", 0.0)
         return {**(options or {}), "lr": rate / (1 + stale)}
 
-    def _serve(self, chunk: Chunk) -> None:
-        """Answer those who wait, if they are not too far ahead. The chunk's lock is held."""
+    def _serve(self, part: KeyPart) -> None:
+        """Answer those who wait, if they are not too far ahead. The part's lock is held."""
         ssp = self.rules["wait"] == "ssp"
-        chunk.serve(
-            within(chunk.clocks, self.members.everyone(), self.rules["staleness"]) if ssp else None
+        part.serve(
+            within(part.clocks, self.members.everyone(), self.rules["staleness"]) if ssp else None
         )
-
-    def push_rows(
-        self, table: TableRounds, number: int, meta: Meta, ids: torch.Tensor, rows: torch.Tensor
-    ) -> None:
-        """A worker's rows for a round."""
-        self._rows_done(
-            table, lambda: table.push(number, meta, ids, rows, self.members, self.synchronous)
-        )
-
-    def _rows_done(self, table: TableRounds, close: Callable[[], list[Meta]]) -> None:
-        try:
-            done = close()
-        except RoundError as error:
-            self.fail(str(error))
-            return
-        if self.rules["wait"] == "ssp":
-            table.serve(within(table.clocks, self.members.everyone(), self.rules["staleness"]))
-        held = table.held_square()
-        if held is not None:
-            self._add_square(*held)
-        for one in done:
-            self._part_done(one, len(done))
 
     # ------------------------------------------------------------------ reading, meeting
 
-    def pull(self, worker: Any, chunk: Chunk, version: int) -> None:
-        """Send a value once it has this version."""
-        with chunk.lock:
-            chunk.waiting.append((worker, version if self.synchronous else 0))
-            self._serve(chunk)
+    def pull(self, worker: Any, part: KeyPart, version: int, asked: Any = None) -> None:
+        """Send a value, or the rows that were `asked` for, once there is this version."""
+        with part.lock:
+            part.waiting.append((worker, version if self.synchronous else 0, asked))
+            self._serve(part)
 
     def barrier(self, session: Any, request: int, number: int = 0) -> None:
         """Answer once all workers that are counted on have asked; with a number, also when they
@@ -372,18 +360,16 @@ class Shard(ShardKeys):
         """Close what waited only for a worker that is not counted any more; with None, for one that
         counts from later on."""
         self.rounds.look_again(rank)
-        for chunk in self.chunks():
-            with chunk.lock:
-                chunk.waiting = [one for one in chunk.waiting if one[0].rank != rank]
+        for part in list(self.parts.values()):
+            with part.lock:
+                part.waiting = [one for one in part.waiting if one[0].rank != rank]
                 if not self.synchronous:
-                    self._serve(chunk)
+                    self._serve(part)
                     continue
-                state = self.rounds.state(chunk)
+                state = self.rounds.state(part)
                 if rank is not None and rank not in state[1]:  # of a part of the key only
-                    chunk.forget(rank)
-                self._after(chunk, chunk.add_up(*state))
-        for table in self.tables():
-            self._rows_done(table, partial(table.look_again, self.members))
+                    part.forget(rank)
+                self._after(part, part.add_up(*state))
         if self.recovery is not None:
             self.recovery.look_again(self)
         self._open_barrier()

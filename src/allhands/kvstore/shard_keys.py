@@ -119,9 +119,7 @@ class ShardKeys:
                 one for one in new if len(one) != _DENSE
             ]:
                 form = RowSparse(rows, columns, std, seed, DTYPES[dtype])
-                table = TableRounds(number, key, form, group, self.spec)
-                table.mirror = self.mirror
-                self.parts[number] = table
+                self.parts[number] = TableRounds(number, key, form, group, self.spec)
             return {str(one[0]): self.parts[one[0]].version for one in forms}
 
     def _create_chunks(self, forms: list[list[Any]]) -> None:
@@ -143,10 +141,6 @@ class ShardKeys:
     def chunks(self) -> list[Chunk]:
         """The parts of dense keys."""
         return [part for part in list(self.parts.values()) if isinstance(part, Chunk)]
-
-    def tables(self) -> list[TableRounds]:
-        """The parts of keys of rows."""
-        return [part for part in list(self.parts.values()) if isinstance(part, TableRounds)]
 
     def block(self, number: int) -> tuple[SharedMemory, list[list[int]]]:
         """The memory in which a chunk lies, and where in it each of its chunks begins."""

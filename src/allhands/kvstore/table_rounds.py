@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import torch
 
 from allhands.comm.clipping import square_of
-from allhands.errors import UserError
-from allhands.kvstore.bucket import weight_factor
 from allhands.kvstore.optimizers import OptimizerSpec
-from allhands.kvstore.parts import KeyPart, Meta, lead_of, within
+from allhands.kvstore.parts import KeyPart, StepWorker
 from allhands.kvstore.row_table import RowTable, sum_rows
 from allhands.kvstore.values import RowSparse
 from allhands.kvstore.wire_frames import FrameError
@@ -56,12 +54,14 @@ def unpack_rows(
     return ids, rows.view(count, table.columns)
 
 
-class RoundError(UserError):
-    """A round cannot be closed, which ends the step of all who are in it."""
-
-
 class TableRounds(KeyPart):
-    """A table's rows on this server, its rounds, and who waits for rows."""
+    """A table's rows on this server.
+
+    A worker reads rows of some servers before its next push, which may so come to the others before
+    their open round is closed.
+    """
+
+    beyond = 1
 
     def __init__(
         self, number: int, key: str, table: RowSparse, group: int, spec: OptimizerSpec | None
@@ -69,15 +69,8 @@ class TableRounds(KeyPart):
         super().__init__(number, key, group)
         self.table = table
         self.rows = RowTable(table, spec, group)
-        self.mirror: Any = None  # what keeps a copy of the table
-        self._arrived: dict[int, tuple[torch.Tensor, torch.Tensor, Meta]] = {}
-        # Combined, and waiting for the norm of all keys; and whether it was told.
-        self._held: tuple[torch.Tensor, torch.Tensor, list[Meta]] | None = None
-        self._told = False
-        self._early: dict[
-            int, tuple[int, torch.Tensor, torch.Tensor, Meta]
-        ] = {}  # of the round after the open one
-        self._waiting: list[tuple[Any, int, torch.Tensor, int]] = []
+        self._pushes: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._total: tuple[torch.Tensor, torch.Tensor] | None = None
 
     # ------------------------------------------------------------------ its state
 
@@ -104,167 +97,52 @@ class TableRounds(KeyPart):
 
     # ------------------------------------------------------------------ rounds
 
-    def push(
-        self,
-        number: int,
-        meta: Meta,
-        ids: torch.Tensor,
-        rows: torch.Tensor,
-        members: Any,
-        synchronous: bool,
-    ) -> list[Meta]:
-        """A worker's rows for a round; the workers whose part is done with it.
-
-        A worker that came again counts from a round on that may not be open yet here, while it is
-        on another server.
-
-        Raises:
-            UserError: a second push in one round, or one of a later round than the next.
-        """
-        rank = meta.worker.rank
-        with self.lock:
-            if number <= (self.version if synchronous else self.last.get(rank, 0)):
-                return [meta]
-            self.last[rank] = number
-            if not synchronous:
-                self.clocks[rank] = self.clocks.get(rank, 0) + 1
-                if meta.weight:  # else it had no samples, and there is nothing to apply
-                    self._apply([(ids, rows, meta)])
-                return [meta]
-            if number > self.version + 2:
-                raise UserError(
-                    f"the key '{self.key}' is at version {self.version}; a push for {number} "
-                    "cannot be placed; pull rows first"
-                )
-            if number == self.version + 2:
-                self._early[rank] = (number, ids, rows, meta)
-                return []
-            if rank in self._arrived:
-                raise UserError(
-                    f"the key '{self.key}' was pushed twice in one round by worker {rank}; pull "
-                    "rows before the next push"
-                )
-            self._arrived[rank] = (ids, rows, meta)
-            return self._close(members)
-
     def newest(self, synchronous: bool) -> int:
-        with self.lock:
-            return self.version if synchronous else max(self.version, *self.last.values(), 0)
+        return self.version if synchronous else max(self.version, *self.last.values(), 0)
 
     def has_begun(self, number: int) -> bool:
         return self.version + 1 > number or (
-            self.version + 1 == number and bool(self._arrived or self._held)
+            self.version + 1 == number and bool(self.arrived or self.added)
         )
 
+    def add_up(self, awaited: Collection[int], ready: Collection[int], settled: bool) -> bool:
+        if self.clipped or not settled or not ready or not set(ready) <= self.arrived.keys():
+            return False
+        for rank in sorted(ready):
+            rows, meta, *_ = self.arrived.pop(rank)
+            self._pushes.append(rows)
+            self.added.append(meta)
+        return True
+
+    def combine(self) -> float:
+        self._total, factor = sum_rows(self._pushes), self.factor()
+        if factor != 1.0:
+            self.multiply(factor)
+        self.square = square_of(self._total[1]) if self.lead().clip is not None else None
+        return self.square or 0.0
+
+    def multiply(self, factor: float) -> None:
+        assert self._total is not None
+        self._total[1].mul_(factor)
+
+    def payload(self) -> torch.Tensor | bytes:
+        assert self._total is not None
+        return pack_rows(*self._total)
+
+    def set_payload(self, payload: bytearray) -> None:
+        self._total = unpack_rows(payload, self.table, True)
+
+    def apply(self, options: dict[str, Any] | None) -> None:
+        assert self._total is not None
+        self.rows.push(*self._total, options)
+
+    def clear(self) -> None:
+        self._pushes, self._total, self.added, self.clipped = [], None, [], False
+
     def drop(self) -> None:
-        self._held = None
-        for one in (self._arrived, self._early, self._waiting, self.last, self.clocks):
-            one.clear()
+        super().drop()
+        self.last.clear()
 
-    def look_again(self, members: Any) -> list[Meta]:
-        """Close the round if it waited only for workers that are gone; who was in it."""
-        with self.lock:
-            return self._close(members) if self._arrived else []
-
-    def held_square(self) -> tuple[int, int, float] | None:
-        """Of a round that is combined and waits for `commit`: the step, this table's number, and
-        the sum of squares; once."""
-        with self.lock:
-            if self._held is None or self._told:
-                return None
-            self._told = True
-            _, rows, metas = self._held
-            return metas[0].step, self.number, square_of(rows)
-
-    def commit(self, scale: float) -> list[Meta]:
-        """Apply what waits, multiplied; the workers whose part is done with it."""
-        with self.lock:
-            if self._held is None:
-                return []
-            (ids, rows, metas), self._held = self._held, None
-            late = [
-                meta for _, _, meta in self._arrived.values()
-            ]  # of workers that are not counted in this round
-            self._arrived.clear()
-            if scale != 1.0:
-                rows.mul_(scale)
-            self._step(ids, rows, metas)
-            return metas + late
-
-    def _close(self, members: Any) -> list[Meta]:
-        if (
-            self._held is not None
-            or not members.counted(self.key, self.version + 1) <= self._arrived.keys()
-        ):
-            return []
-        arrived = [self._arrived[rank] for rank in sorted(self._arrived)]
-        self._arrived.clear()
-        try:
-            if lead_of([meta for _, _, meta in arrived]).clip is not None:
-                self._held, self._told = self._combined(arrived), False
-                return []
-            self._apply(arrived)
-        except UserError as error:
-            raise RoundError(f"the key '{self.key}': {error}") from error
-        return [meta for _, _, meta in arrived]
-
-    def _apply(self, pushes: list[tuple[torch.Tensor, torch.Tensor, Meta]]) -> None:
-        self._step(*self._combined(pushes))
-
-    def _combined(
-        self, pushes: list[tuple[torch.Tensor, torch.Tensor, Meta]]
-    ) -> tuple[torch.Tensor, torch.Tensor, list[Meta]]:
-        metas = [meta for _, _, meta in pushes]
-        ids, rows = sum_rows([(ids, rows) for ids, rows, _ in pushes])
-        factor = weight_factor([meta.weight for meta in metas], lead_of(metas).expected)
-        return ids, rows.mul_(factor) if factor != 1.0 else rows, metas
-
-    def _step(self, ids: torch.Tensor, rows: torch.Tensor, metas: list[Meta]) -> None:
-        options, mirror, ticket = lead_of(metas).options(self.group), self.mirror, None
-        if mirror is not None:
-            ticket = mirror.begin(self, options, len(metas), pack_rows(ids, rows))
-        self.rows.push(ids, rows, options)
-        self.version += 1
-        if mirror is not None:  # before anybody hears of it
-            mirror.settle(self, ticket)
-        for rank in [
-            rank for rank, (number, *_) in self._early.items() if number == self.version + 1
-        ]:
-            _, early_ids, early_rows, meta = self._early.pop(rank)
-            self._arrived[rank] = (early_ids, early_rows, meta)
-        self.serve()
-
-    def repeat(self, payload: Any, said: Mapping[str, Any]) -> None:
-        ids, rows = unpack_rows(payload, self.table, True)
-        self.rows.push(ids, rows, said["options"])
-        self.version += 1
-
-    def serve(self, may: Collection[int] | None = None) -> None:
-        """Answer those whose version is reached; and, where that is bounded, those of `may`
-        only."""
-        with self.lock:
-            waiting, self._waiting = self._waiting, []
-            for session, request, ids, version in waiting:
-                if version <= self.version if may is None else session.rank in may:
-                    session.give_rows(request, self.rows.pull(ids))
-                else:
-                    self._waiting.append((session, request, ids, version))
-
-    def pull(
-        self,
-        session: Any,
-        request: int,
-        ids: torch.Tensor,
-        version: int,
-        rules: dict[str, Any],
-        members: Any,
-    ) -> None:
-        """Send rows once the table has this version; with bounded staleness, once the worker is not
-        too far ahead."""
-        with self.lock:
-            self._waiting.append((session, request, ids, version if rules["wait"] == "sync" else 0))
-            self.serve(
-                within(self.clocks, members.everyone(), rules["staleness"])
-                if rules["wait"] == "ssp"
-                else None
-            )
+    def give(self, worker: StepWorker, asked: Any) -> None:
+        request, ids = asked
+        worker.give_rows(request, self.rows.pull(ids))

@@ -258,13 +258,13 @@ class WorkerSession:
                 read_bytes(self.incoming, frame.nbytes, LONGEST_ROWS), table.table, True
             )
             if meta is not None:
-                shard.push_rows(table, frame.round, meta, ids, rows)
+                shard.push(table, frame.round, meta, (ids, rows), _nothing, wanted=False)
         elif frame.kind == Kind.PULL_ROWS:
             table = shard.parts[frame.chunk]
             ids, _ = unpack_rows(
                 read_bytes(self.incoming, frame.nbytes, LONGEST_ROWS), table.table, False
             )
-            table.pull(self, frame.meta, ids, frame.round, shard.rules, shard.members)
+            shard.pull(self, table, frame.round, (frame.meta, ids))
         elif frame.kind == Kind.STATE:
             shard.load(load(bytes(read_bytes(self.incoming, frame.nbytes, LONGEST_STATE))))
             self.reply(frame.meta)
