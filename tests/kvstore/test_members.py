@@ -13,9 +13,8 @@ import torch
 
 from allhands.errors import WorldError
 from allhands.kvstore.chunks import Chunk
-from allhands.kvstore.joining import first_rounds
-from allhands.kvstore.key_rounds import KeyRounds
-from allhands.kvstore.members import Members
+from allhands.kvstore.comeback import first_rounds
+from allhands.kvstore.members import KeyRounds, Members
 from allhands.kvstore.served import ServedStore
 from allhands.kvstore.store import Share
 from allhands.kvstore.wire_frames import Kind, pack

@@ -67,6 +67,16 @@ def check_finite(name: str, values: torch.Tensor) -> None:
         )
 
 
+def take_values(codec: Codec, data: torch.Tensor, base: torch.Tensor, changes: bool) -> None:
+    """Bring `base` to what `ChunkCompressor.values` has written, in place."""
+    moved = torch.empty(len(base), dtype=base.dtype)  # rounded alike on both sides
+    codec.decode(data, moved)
+    if changes:
+        base.add_(moved.to(base.device))
+    else:
+        base.copy_(moved)
+
+
 class ChunkCompressor:
     """Encodes one chunk again and again; what one encoding loses is added to the next (error
     feedback).
@@ -121,6 +131,25 @@ class ChunkCompressor:
         data = self.codec.encode(total)
         self.codec.decode(data, self._residual)
         torch.sub(total, self._residual, out=self._residual)
+        return data
+
+    def values(
+        self, new: torch.Tensor, had: torch.Tensor, changes: bool, name: str = ""
+    ) -> torch.Tensor:
+        """The bytes of values that come back: by how much they have changed, or whole.
+
+        Args:
+            new: the values, shape [count].
+            had: what the other side has, which `take_values` brings nearer to them.
+            changes: send the difference. What it loses is in the next one already, and no residual
+                is kept.
+            name: of the key, for messages.
+        """
+        if not changes:
+            return self.compress(new, name)
+        self._residual.zero_()
+        data = self.compress(new - had, name)
+        self._residual.zero_()
         return data
 
     def state(self) -> torch.Tensor:

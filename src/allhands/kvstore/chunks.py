@@ -10,7 +10,7 @@ import torch
 from allhands.comm.clipping import square_of
 from allhands.comm.codecs import Codec
 from allhands.errors import UserError
-from allhands.kvstore.chunk_compression import ChunkCompressor
+from allhands.kvstore.chunk_compression import ChunkCompressor, take_values
 from allhands.kvstore.optimizers import ChunkOptimizer, OptimizerSpec
 from allhands.kvstore.parts import KeyPart, Meta, StepWorker
 
@@ -204,17 +204,9 @@ class Chunk(KeyPart):
         """Say in few bits what has changed, where workers get it so."""
         if self.down is not None:
             assert self.sent is not None
-            self.encoded = self.down.compress(
-                self.weights - self.sent if self.optimizer is not None else self.weights, self.key
-            )
-            moved = torch.empty_like(self.sent)
-            self.down.codec.decode(self.encoded, moved)
-            if self.optimizer is not None:
-                # The residual is what `sent` lacks already: it must not be counted twice.
-                self.down.load(torch.zeros_like(moved))
-                self.sent.add_(moved)
-            else:
-                self.sent = moved
+            changes = self.optimizer is not None
+            self.encoded = self.down.values(self.weights, self.sent, changes, self.key)
+            take_values(self.down.codec, self.encoded, self.sent, changes)
 
     def changed_outside(self) -> None:
         """Workers that get compressed changes get the value whole next time."""

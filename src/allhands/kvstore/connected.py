@@ -22,9 +22,8 @@ from allhands.comm.codecs import NO_CODEC, Codec, codec_from
 from allhands.errors import UserError, WorldError
 from allhands.kvstore import servers_of_job
 from allhands.kvstore.chunk_compression import ChunkCompressor
-from allhands.kvstore.comeback import come_back
+from allhands.kvstore.comeback import come_back, join
 from allhands.kvstore.credentials import key as server_key
-from allhands.kvstore.joining import join
 from allhands.kvstore.optimizers import OptimizerSpec
 from allhands.kvstore.placement import KeyPiece, dtype_name
 from allhands.kvstore.rules import check_servers, rules_of

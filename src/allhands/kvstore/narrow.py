@@ -15,10 +15,16 @@ import torch
 from allhands.comm.codecs import NO_CODEC, codec_from
 from allhands.errors import UserError
 from allhands.kvstore.bucket import KeyBucket
-from allhands.kvstore.chunk_compression import ChunkCompressor, check_finite, compressible
+from allhands.kvstore.chunk_compression import (
+    ChunkCompressor,
+    check_finite,
+    compressible,
+    take_values,
+)
 from allhands.kvstore.placement import KeyPiece, place
 
-# Sends the n-th tensor to rank n; returns what each rank sent here.
+# Sends the n-th tensor to rank n; returns what each rank sent here. Only the first dimension may
+# differ.
 Swap = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
 
@@ -115,12 +121,10 @@ class Narrow:
                 (name, piece.number), ChunkCompressor(self._down_codec, len(value))
             )
             try:
-                encoded.append(compressor.compress(value - before if changes else value, name))
+                encoded.append(compressor.values(value, before, changes, name))
             except UserError as error:
                 failed = str(error)
                 break
-            if changes:  # what is lost is in the next difference already
-                compressor.load(torch.zeros(len(value)))
         # After a first byte of 1 come the words of an error, which all ranks raise.
         body = (
             torch.frombuffer(bytearray(b"\x01" + failed.encode()), dtype=torch.uint8)
@@ -135,14 +139,10 @@ class Narrow:
             begin = 1
             for _, offset, piece in bucket.pieces(rank):
                 target = bucket.whole[offset + piece.start : offset + piece.stop]
-                moved = torch.empty(len(target), dtype=target.dtype)
                 size = self._down_codec.nbytes(len(target))
-                self._down_codec.decode(data[begin : begin + size].clone(), moved)
+                piece_data = data[begin : begin + size].clone()
+                take_values(self._down_codec, piece_data, target, changes)
                 begin += size
-                if changes:
-                    target.add_(moved.to(target.device))
-                else:
-                    target.copy_(moved)
 
     # ------------------------------------------------------------------ what is left over
 

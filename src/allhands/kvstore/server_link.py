@@ -18,6 +18,7 @@ from safetensors.torch import load
 from allhands import wire
 from allhands.comm.codecs import Codec
 from allhands.errors import AllhandsError, UserError, WorldError
+from allhands.kvstore.chunk_compression import take_values
 from allhands.kvstore.credentials import token_from
 from allhands.kvstore.server_sockets import connect
 from allhands.kvstore.shared_memory import ChunkOffsets, SharedMemory, copy, receive_file, send_file
@@ -333,13 +334,8 @@ class ServerLink:
                         f"a value of {frame.nbytes} bytes for a chunk of {data.nbytes}"
                     )
                 wire.read_into(self._down, raw(data))
-                moved = torch.empty_like(target)  # rounded as the server rounds it
-                self.down_codec.decode(data, moved)
                 base = self.base.setdefault(frame.chunk, torch.zeros_like(target))
-                if self.adds:
-                    base.add_(moved)
-                else:
-                    base.copy_(moved)
+                take_values(self.down_codec, data, base, self.adds)
                 target.copy_(base)
             else:
                 if frame.nbytes != target.nbytes:

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from allhands.errors import AllhandsError, UserError
-from allhands.kvstore.key_rounds import KeyRounds
-from allhands.kvstore.members import Members
+from allhands.kvstore.members import KeyRounds, Members
 from allhands.kvstore.parts import KeyPart, Meta, within
 from allhands.kvstore.shard_keys import ShardKeys
 from allhands.kvstore.shard_recovery import ShardRecovery

@@ -15,7 +15,7 @@ from safetensors.torch import load, save
 
 from allhands import wire
 from allhands.errors import UserError
-from allhands.kvstore.chunk_compression import ChunkCompressor
+from allhands.kvstore.chunk_compression import ChunkCompressor, take_values
 from allhands.kvstore.chunks import Chunk
 from allhands.kvstore.monitored_socket import MonitoredSocket
 from allhands.kvstore.parts import Meta
@@ -166,11 +166,8 @@ class WorkerSession:
         if sent is None:
             self._sent[chunk.number] = chunk.weights.clone()
             return chunk.weights.clone(), Flag.NONE
-        # What this one loses is still in the next difference; no residual is to be added.
-        down.load(torch.zeros(len(sent)))
-        data, moved = down.compress(chunk.weights - sent, chunk.key), torch.empty_like(sent)
-        down.codec.decode(data, moved)
-        sent.add_(moved)
+        data = down.values(chunk.weights, sent, True, chunk.key)
+        take_values(down.codec, data, sent, True)
         return data, Flag.COMPRESSED
 
     def give_rows(self, request: int, rows: torch.Tensor) -> None:
