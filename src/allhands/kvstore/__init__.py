@@ -18,7 +18,7 @@ from allhands.errors import UserError
 _LAZY = {
     "KVStore": "allhands.kvstore.store",
     "RowSparse": "allhands.kvstore.values",
-    "Share": "allhands.kvstore.store",
+    "Share": "allhands.kvstore.shares",
     "SplitSampler": "allhands.kvstore.data",
     "Trainer": "allhands.kvstore.trainer",
     "replicate": "allhands.kvstore.replicas",
@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from allhands.kvstore import optimizers as optimizer
     from allhands.kvstore.data import SplitSampler, split_and_load, split_data
     from allhands.kvstore.replicas import replicate
-    from allhands.kvstore.store import KVStore, Share
+    from allhands.kvstore.shares import Share
+    from allhands.kvstore.store import KVStore
     from allhands.kvstore.trainer import Trainer
     from allhands.kvstore.values import RowSparse
 
