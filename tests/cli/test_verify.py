@@ -5,31 +5,28 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import nn
 
 from allhands.cli.main import run
+from allhands.strategies import DDP, STRATEGIES
+from allhands.strategies.base import Bound
+from allhands.world import World
 
 RUN = ["data.limit=200", "data.batch_size=16", "model=mlp", "device=cpu"]
 
-# A strategy that makes every gradient half as large.
-HALF = """
-from allhands.strategies import DDP, STRATEGIES
+
 class Half(DDP):
+    """Makes every gradient half as large."""
+
     name = "half"
-    def gradient_scale(self, world):
-        return 1 / world.world_size
-STRATEGIES["half"] = Half
-"""
 
-
-def allhands_verify(folder: Path, *args: str, code: str = "") -> subprocess.CompletedProcess[str]:
-    start = (
-        f"import sys\n{code}\nfrom allhands.cli.main import main; main(['verify', *sys.argv[1:]])"
-    )
-    return subprocess.run(
-        [sys.executable, "-c", start, *args], cwd=folder, text=True, capture_output=True
-    )
+    def bind(self, model: nn.Module, optimizer: Any, world: World, *options: Any) -> Bound:
+        bound = super().bind(model, optimizer, world, *options)
+        bound.exchange.gradient_scale /= world.world_size
+        return bound
 
 
 @pytest.mark.serial
@@ -37,14 +34,13 @@ def test_the_same_training(tmp_path: Path) -> None:
     earlier = tmp_path / "logs" / "run" / "metrics.csv"
     earlier.parent.mkdir(parents=True)
     earlier.write_text("epoch\n")
-    done = allhands_verify(
-        tmp_path,
-        *RUN,
-        "scheduler=OneCycleLR",
-        "scheduler.max_lr=0.01",
-        "num_epochs=1",
-        "--workers",
-        "1,2",
+    start = "import sys; from allhands.cli.main import main; main(['verify', *sys.argv[1:]])"
+    scheduler = ("scheduler=OneCycleLR", "scheduler.max_lr=0.01", "num_epochs=1")
+    done = subprocess.run(
+        [sys.executable, "-c", start, *RUN, *scheduler, "--workers", "1,2"],
+        cwd=tmp_path,
+        text=True,
+        capture_output=True,
     )
     assert done.returncode == 0, done.stderr
     # 200 samples, 16 in a step of one worker: the whole training has 13 steps.
@@ -59,15 +55,18 @@ def test_the_same_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.serial
-def test_a_difference_gives_code_1(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("preloaded")
+def test_a_difference_gives_code_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(STRATEGIES, "half", Half)
     args = [*RUN, "--workers", "2", "--strategies", "half", "--steps", "2", "logdir=null"]
-    done = allhands_verify(tmp_path, *args, code=HALF)
-    assert done.returncode == 1, done.stderr
-    assert "DIFFERS" in done.stdout
-    assert done.stdout.splitlines()[2].split()[:3] == ["half", "2", "1"]
-    assert (
-        done.stdout.splitlines()[-1] == "no plot: the run file has no logdir; --plot FILE draws one"
-    )
+    assert run(["verify", *args]) == 1
+    said = capsys.readouterr().out
+    assert "DIFFERS" in said
+    assert said.splitlines()[2].split()[:3] == ["half", "2", "1"]
+    assert said.splitlines()[-1] == "no plot: the run file has no logdir; --plot FILE draws one"
 
 
 @pytest.mark.parametrize(
@@ -99,14 +98,18 @@ def test_mistakes_end_with_one_message_and_code_2(
 
 
 @pytest.mark.serial
-def test_without_matplotlib_only_an_explicit_plot_is_refused(tmp_path: Path) -> None:
-    hide = "sys.modules['matplotlib'] = None"
+@pytest.mark.usefixtures("preloaded")
+def test_without_matplotlib_only_an_explicit_plot_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     args = [*RUN, "--workers", "1", "--steps", "1"]
-    done = allhands_verify(tmp_path, *args, code=hide)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].startswith(
-        "no plot: a plot needs matplotlib, which is not installed; write pip install"
+    assert run(["verify", *args]) == 0
+    assert (
+        capsys.readouterr()
+        .out.splitlines()[-1]
+        .startswith("no plot: a plot needs matplotlib, which is not installed; write pip install")
     )
-    refused = allhands_verify(tmp_path, *args, "--plot", "v.png", code=hide)
-    assert refused.returncode == 2
-    assert "pip install 'allhands[report]'" in refused.stderr
+    assert run(["verify", *args, "--plot", "v.png"]) == 2
+    assert "pip install 'allhands[report]'" in capsys.readouterr().err

@@ -17,13 +17,13 @@ from torch import nn
 
 from tests.faults.probes import Found, probe, size, slope_after, sum_of_means, train
 from tests.reference import Slope, global_batches, relative_difference, train_by_hand
+from tests.worlds import in_world
 
 pytestmark = pytest.mark.serial
 
 SIZES = (1, 2, 4, 5, 7, 9, 10, 12, 13)
 
 
-@probe
 def windows() -> dict[str, float]:
     """-w for data sets of several sizes in batches of 1, two and three of which make a step."""
     return {
@@ -37,7 +37,7 @@ def test_a_short_last_window_is_the_mean_of_what_it_holds(found: Found, window: 
     if window == 2:  # by hand: 1.5 + 3.5 + 5 and 2.5 + 6.5 + 9.5
         assert sum_of_means(5, 2) == 10.0
         assert sum_of_means(10, 4) == 18.5
-    for values in found(windows):
+    for values in in_world(found.workers, windows):
         for n in SIZES:
             assert values[f"{n}/{window}"] == pytest.approx(
                 sum_of_means(n, window * found.workers)

@@ -52,6 +52,9 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 def every_agent_ends_with_its_call(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
+    """But in tests that are about something else."""
+    if "preloaded" in request.fixturenames:
+        return
     monkeypatch.delenv("ALLHANDS_KEEPER_IDLE", raising=False)
     if "shared_agent" not in request.fixturenames:
         idle_agents.end_all()  # those of earlier tests
@@ -84,7 +87,7 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def none_is_left(mark: str) -> None:
     """End all processes with the mark; fails when there are some that do not end themselves."""
     gone = wait_until(lambda: not alive(mark), 5)
-    left = alive(mark)
+    left = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in alive(mark)}
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert gone, f"processes left behind: {left}"

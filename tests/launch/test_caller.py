@@ -88,6 +88,7 @@ def other_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.serial
+@pytest.mark.usefixtures("preloaded")
 def test_workers_are_set_as_the_caller_is(
     other_settings: None, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -420,8 +420,12 @@ def encoder(mesh: DeviceMesh) -> float:
     return max(float(difference.detach().abs().max()) for difference in differences)
 
 
+def trainings() -> dict[str, Any]:
+    return {name: train(name) for name in TRAININGS}
+
+
 def everything(logdir: str) -> dict[str, Any]:
-    found: dict[str, Any] = {f"train {name}": train(name) for name in TRAININGS}
+    found: dict[str, Any] = {}
     found["saved"], _ = train("tensor 4", 2, logdir=logdir)
     found["resumed"], _ = train("tensor 4", 4, Mesh(dp=2, tp=2), logdir=logdir, resume="auto")
     for size in (3, 4):  # trainings are on 2 and 4
@@ -450,12 +454,18 @@ def results(logdir: str) -> list[dict[str, Any]]:
     return in_world(4, everything, logdir)
 
 
+@pytest.fixture(scope="module")
+def trained() -> list[dict[str, Any]]:
+    """What each rank has trained."""
+    return in_world(4, trainings)
+
+
 @pytest.mark.parametrize("name", TRAININGS)
 @pytest.mark.rare
-def test_a_training_equals_the_hand_written_loop(results: list[dict[str, Any]], name: str) -> None:
+def test_a_training_equals_the_hand_written_loop(trained: list[dict[str, Any]], name: str) -> None:
     expected, expected_values = by_hand(name)
-    for found in results:
-        weights, values = found[f"train {name}"]
+    for found in trained:
+        weights, values = found[name]
         assert relative_difference(weights, expected) < 1e-6
         assert values == pytest.approx(expected_values, rel=1e-5)
 
