@@ -33,6 +33,8 @@ class Misuse:
     def __enter__(self) -> None:
         self._first = self.loop.global_step
         for name, group in self.loop.groups.items():
+            if group.captured is not None:
+                continue  # hooks are not captured
             part = f", optimizer={name!r}" if len(self.loop.groups) > 1 else ""
             if not group.strategy.takes_step:
                 self._hooks.append(
