@@ -3,9 +3,6 @@ that would have been."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +19,7 @@ from allhands.kvstore.served import ServedStore
 from allhands.kvstore.store import Share
 from allhands.kvstore.store_modes import mode_named
 from allhands.kvstore.values import RowSparse
+from tests.kvstore.launching import ending_by_hand, launch_with_servers
 from tests.kvstore.serving import TOKEN, Job, job
 from tests.timeouts import patience
 
@@ -330,7 +328,7 @@ store.declare(weights, complete=True)
 outs = {name: torch.empty_like(value) for name, value in weights.items()}
 taken = []
 for step in range(9):
-    if step == 5 and sys.argv[1] == "1" and store.rank == 0:
+    if step == 5 and store.rank == 0:
         os.kill(store.links[1].where["pid"], signal.SIGKILL)
     gradient = 1.0 + step + store.rank
     grads = {name: torch.full_like(value, gradient) for name, value in weights.items()}
@@ -342,38 +340,9 @@ print("sum", float(outs["w"].double().sum()).hex(), float(outs["b"].double().sum
 
 @pytest.mark.serial
 def test_the_launcher_starts_a_killed_server_again_and_no_step_is_lost(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    told = []
-    for kill in ("0", "1"):
-        command = [
-            sys.executable,
-            "-c",
-            "from allhands.cli.main import main; main()",
-            "launch",
-            "-n",
-            "2",
-            "-s",
-            "2",
-            "--server-restarts",
-            "1",
-            str(script),
-            kill,
-        ]
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        lines = sorted(line.split("] ", 1)[1] for line in done.stdout.splitlines() if "sum" in line)
-        assert len(lines) == 2
-        assert lines[0] == lines[1]
-        told.append(lines[0])
-        assert ("no step is lost" in done.stdout) == (kill == "1")
-    assert told[0] == told[1]
+    told, said = launch_with_servers(tmp_path, SCRIPT)
+    assert "no step is lost" in said
+    assert told == [ending_by_hand()] * 2
 
 
 @pytest.mark.parametrize("lost", [0, 1])
