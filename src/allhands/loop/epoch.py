@@ -137,7 +137,7 @@ class Evaluation(Mapping[str, float]):
         return len(self._values or {})
 
 
-class Step:
+class Iteration:
     """One iteration of `Loop.steps`.
 
     Attributes:

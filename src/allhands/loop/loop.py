@@ -19,7 +19,7 @@ from allhands.launch import handback, worker
 from allhands.loop.announce import report_epoch
 from allhands.loop.base_loop import BaseLoop
 from allhands.loop.communication import Communication
-from allhands.loop.epoch import Batch, Epoch, Step
+from allhands.loop.epoch import Batch, Epoch, Iteration
 from allhands.loop.history import Values, new_history, record
 from allhands.loop.loggers import Loggers, prepare_logdir
 from allhands.loop.loss_mean import LossMean
@@ -210,7 +210,7 @@ class Loop(Communication, BaseLoop):
                 rates, seconds = self._end(epoch)
                 self._report("epoch", f"{self.epoch}/{number}", epoch.values, rates, seconds)
 
-    def steps(self, number: int) -> Iterator[Step]:
+    def steps(self, number: int) -> Iterator[Iteration]:
         """The iterations that are left of `number`, over as many passes over the data as it takes;
         without loaders, iterations of your own.
 
@@ -235,7 +235,7 @@ class Loop(Communication, BaseLoop):
                 else:
                     batches = self._own_iterations(position, number)
                 for batch in batches:
-                    step = Step(self, self.global_step + 1, batch)
+                    step = Iteration(self, self.global_step + 1, batch)
                     yield step
                     self.misuse.agree("the end of an iteration")
                     step.close()

@@ -38,13 +38,15 @@ class Misuse:
             part = f", optimizer={name!r}" if len(self.loop.groups) > 1 else ""
             if not group.strategy.takes_step:
                 self._hooks.append(
-                    group.optimizer.register_step_pre_hook(_Refusal(self, "optimizer.step()", part))
+                    group.optimizer.register_step_pre_hook(
+                        _MisuseHook(self, "optimizer.step()", part)
+                    )
                 )
             first = next((p for p in group.model.parameters() if p.requires_grad), None)
             if first is not None:
                 self._hooks.append(
                     first.register_post_accumulate_grad_hook(
-                        _Refusal(self, "loss.backward()", part)
+                        _MisuseHook(self, "loss.backward()", part)
                     )
                 )
 
@@ -96,7 +98,7 @@ class Misuse:
         return self._inside > 0
 
 
-class _Refusal:
+class _MisuseHook:
     def __init__(self, misuse: Misuse, call: str, part: str) -> None:
         self.misuse, self.call, self.part = misuse, call, part
 
