@@ -321,6 +321,7 @@ SCRIPT = """
 import os, signal, sys
 import torch
 from allhands import kvstore
+assert "torch._dynamo" in sys.modules, "the agent has it for all"
 store = kvstore.create("dist", mirror=True)
 store.set_optimizer("sgd", lr=0.1, momentum=0.9)
 weights = {"w": torch.ones(50_000), "b": torch.zeros(7)}

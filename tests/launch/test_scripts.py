@@ -157,7 +157,9 @@ def test_processes_and_loaders_inside_a_worker(job: Any) -> None:
 @pytest.mark.serial
 def test_random_numbers_differ_as_in_processes_of_their_own(job: Any) -> None:
     script = job.script(
-        "import random, numpy\nprint(random.random(), numpy.random.rand(), flush=True)"
+        "import random, numpy, sys\nassert 'torch' in sys.modules\n"
+        "assert 'torch._dynamo' not in sys.modules, 'no optimizer is sure to need it'\n"
+        "print(random.random(), numpy.random.rand(), flush=True)"
     )
     code, out, _ = job.run("-n", "2", "--no-prefix", script)
     (a, b), (c, d) = (line.split() for line in out.splitlines())

@@ -214,9 +214,7 @@ class Job:
                 parent=os.getpid() if local else None,
                 local_workers=node.workers,
                 threads=self.options.threads,
-                preload=list(PRELOAD)
-                if self.options.preload and self.command.kind != "program"
-                else [],
+                preload=self._preload(),
                 launcher_timeout=0.0 if local else self.options.host_timeout,
             )
         ready = self.supervisor.wait_for(
@@ -226,6 +224,14 @@ class Job:
             if node.workers is None:
                 node.workers = told["gpus"] or told["cores"]
         check_versions(self.nodes)
+
+    def _preload(self) -> list[str]:
+        """Modules that an agent imports before it forks the processes of this job."""
+        if not self.options.preload or self.command.kind == "program":
+            return []
+        # An optimizer imports the compiler, on workers and on servers, which would take each of
+        # them more than a second while the others wait.
+        return [*PRELOAD, *(("torch._dynamo",) if self.options.servers else ())]
 
     def _take_in_again(self) -> None:
         """Take in hosts that came back. One that is not fit for it any more is dropped, and the
