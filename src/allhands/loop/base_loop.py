@@ -18,11 +18,11 @@ from allhands.errors import UserError
 from allhands.loop import peak
 from allhands.loop.announce import announce
 from allhands.loop.compiling import compiling
-from allhands.loop.group import OptimizerGroup
 from allhands.loop.lifecycle import Lifecycle
 from allhands.loop.logged import Logged
 from allhands.loop.loop_checkpoints import LoopCheckpoints
 from allhands.loop.loss_mean import LossMean
+from allhands.loop.optimizer_group import OptimizerGroup
 from allhands.loop.passes import DataPasses
 from allhands.loop.position import Position
 from allhands.loop.recomputing import recomputing

@@ -11,7 +11,7 @@ from allhands.step import CapturedSteps, cannot_capture
 from allhands.world import World
 
 if TYPE_CHECKING:
-    from allhands.loop.group import OptimizerGroup
+    from allhands.loop.optimizer_group import OptimizerGroup
 
 
 def captures_steps(

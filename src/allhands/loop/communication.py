@@ -10,8 +10,8 @@ import torch
 from allhands.comm import all_reduce_sum
 from allhands.data import derive_seed
 from allhands.errors import UserError
+from allhands.loop.gathered_rows import gather_rows
 from allhands.loop.lifecycle import Lifecycle
-from allhands.loop.rows import gather_rows
 from allhands.loop.step_function import Rows
 
 

@@ -12,7 +12,7 @@ from allhands.errors import UserError
 from allhands.step.compiled import Compiled
 
 if TYPE_CHECKING:
-    from allhands.loop.group import OptimizerGroup
+    from allhands.loop.optimizer_group import OptimizerGroup
     from allhands.loop.settings import LoopSettings
 
 

@@ -24,7 +24,7 @@ from allhands.loop.history import Values, new_history, record
 from allhands.loop.loggers import Loggers, prepare_logdir
 from allhands.loop.loss_mean import LossMean
 from allhands.loop.misuse import Misuse
-from allhands.loop.models import check_own_steps, group_settings, named, place_others
+from allhands.loop.model_groups import check_own_steps, group_settings, named, place_others
 from allhands.loop.own_checkpoints import OwnCheckpoints
 from allhands.loop.passes import DataPasses
 from allhands.loop.reporter import ConsoleReporter, ForwardingReporter, Reporter

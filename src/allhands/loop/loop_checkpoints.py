@@ -21,7 +21,7 @@ from allhands.strategies import STRATEGIES
 
 if TYPE_CHECKING:
     from allhands.loop.base_loop import BaseLoop
-    from allhands.loop.group import OptimizerGroup
+    from allhands.loop.optimizer_group import OptimizerGroup
 
 FORMAT = 2
 Tensors = dict[str, torch.Tensor]

@@ -13,7 +13,7 @@ from allhands.step.blocks import blocks, named
 from allhands.step.recompute import recomputed
 
 if TYPE_CHECKING:
-    from allhands.loop.group import OptimizerGroup
+    from allhands.loop.optimizer_group import OptimizerGroup
     from allhands.loop.settings import LoopSettings
 
 
