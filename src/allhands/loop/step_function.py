@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -149,7 +150,6 @@ class _OwnRule(LossRule):
         super().__init__(lambda result, _: loss_in(result, function.where))
         loop = function.loop
         self.check = _Parts(function)
-        self.check.given_up = loop.world.world_size == 1 and loop.settings.accumulate == 1
 
 
 class _Parts(MeanCheck):
@@ -163,27 +163,24 @@ class _Parts(MeanCheck):
     def __init__(self, function: StepFunction) -> None:
         super().__init__(lambda output, _: output)
         self.function = function
-        self.given_up = False
-
-    @property
-    def waits(self) -> bool:
-        return not self.given_up and self.steps < 1
 
     def look(self, output: Any, target: Any) -> None:
-        rows = self.function.last
-        if self.found is not None or not self.waits or rows is None:
+        """Compare once; `found` is "" where nothing is known against the function."""
+        loop, rows = self.function.loop, self.function.last
+        if self.found is not None or rows is None:
             return
-        if rows.count < 2 or self.function.loop.has_gathered:
-            self.given_up = True
+        self.found = ""
+        alone = loop.world.world_size == 1 and loop.settings.accumulate == 1
+        if alone or rows.count < 2 or loop.has_gathered:
             return
-        try:
-            with preserved_generators(), evaluation_mode(self.function.module):
-                self.found = self._of_parts(rows)
-        except Exception:  # it takes no batch of another size
-            self.found = None
-        self.given_up = self.found is None
+        with (
+            contextlib.suppress(Exception),  # it takes no batch of another size
+            preserved_generators(),
+            evaluation_mode(self.function.module),
+        ):
+            self.found = self._of_parts(rows)
 
-    def _of_parts(self, rows: Rows) -> str | None:
+    def _of_parts(self, rows: Rows) -> str:
         cut = max(1, rows.count // 3)
         sizes = (rows.count, cut, rows.count - cut)
         parts = (rows, _part(rows, 0, cut), _part(rows, cut, rows.count))
@@ -196,7 +193,7 @@ class _Parts(MeanCheck):
             values.append(float(loss.detach()))
         drew = not torch.equal(before, torch.get_rng_state())
         if drew or self.function.loop.has_gathered:
-            return None
+            return ""
         whole, first, second = values
         mean = (sizes[1] * first + sizes[2] * second) / sizes[0]
         if abs(whole - mean) <= _LIMIT * max(map(abs, values)):
