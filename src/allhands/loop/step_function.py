@@ -148,7 +148,6 @@ class _OwnRule(LossRule):
     def __init__(self, function: StepFunction) -> None:
         self.function = function
         super().__init__(lambda result, _: loss_in(result, function.where))
-        loop = function.loop
         self.check = _Parts(function)
 
 
