@@ -2,8 +2,8 @@
 x 10, batch 32, Adam.
 
     python benchmarks/step_overhead.py            # 1 process: hand-written loop (= 1.0), allhands,
-    Lightning, Accelerate python benchmarks/step_overhead.py --workers 2   # 2 gloo processes: raw
-    DDP (= 1.0) and allhands
+    # its own loop, Lightning, Accelerate
+    python benchmarks/step_overhead.py --workers 2   # 2 gloo processes: raw DDP (= 1.0), allhands
 
 Every contender trains in a process of its own with one thread; the contenders take turns, so that a
 change of the machine's speed meets all of them. The figure is CPU time (user and system, loader
@@ -83,6 +83,31 @@ def with_allhands(epochs: int) -> None:
         )
 
 
+def with_own_loop(epochs: int) -> None:
+    import allhands
+
+    model, criterion, optimizer, data, loader_class = problem()
+    with tempfile.TemporaryDirectory() as logdir:
+        loop = allhands.Loop(
+            model=model,
+            optimizer=optimizer,
+            loaders={"train": loader_class(data, batch_size=BATCH, shuffle=True)},
+            logdir=logdir,
+            device="cpu",
+        )
+
+        def loss_of(batch):
+            output = loop.model(batch[0])
+            return {
+                "loss": criterion(output, batch[1]),
+                "mae": mean_absolute_error(output.detach(), batch[1]),
+            }
+
+        for epoch in loop.epochs(epochs):
+            for batch in epoch.train:
+                loop.step(loss_of, batch)
+
+
 def with_lightning(epochs: int) -> None:
     import logging
 
@@ -157,10 +182,12 @@ def raw_ddp(epochs: int) -> None:
 CONTENDERS = {
     "by hand": by_hand,
     "allhands": with_allhands,
+    "own loop": with_own_loop,
     "lightning": with_lightning,
     "accelerate": with_accelerate,
     "raw ddp": raw_ddp,
     "allhands ddp": with_allhands,
+    "own loop ddp": with_own_loop,
 }
 
 
@@ -222,9 +249,9 @@ def main() -> None:
         contender(given.contender, given.epochs)
         return
     names = (
-        ["by hand", "allhands", "lightning", "accelerate"]
+        ["by hand", "allhands", "own loop", "lightning", "accelerate"]
         if given.workers == 1
-        else ["raw ddp", "allhands ddp"]
+        else ["raw ddp", "allhands ddp", "own loop ddp"]
     )
     times: dict[str, list[float]] = {name: [] for name in names}
     for run in range(given.runs):

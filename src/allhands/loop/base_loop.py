@@ -93,6 +93,7 @@ class BaseLoop(Lifecycle):
             name: OptimizerGroup(part, world, task, self._try_on, reporter.line)
             for name, part in self.parts(settings).items()
         }
+        self._first = next(iter(self.groups))
         self.counts, self.slices = self.placement.counts, self.placement.slices
         self.stream = self.placement.stream
         together = None if strategy.alone else world
@@ -125,7 +126,7 @@ class BaseLoop(Lifecycle):
 
     @property
     def _group(self) -> OptimizerGroup:
-        return next(iter(self.groups.values()))
+        return self.groups[self._first]
 
     @property
     def strategy(self) -> Strategy:
@@ -357,7 +358,7 @@ class BaseLoop(Lifecycle):
             batch: of `train`.
             group: whose optimizer takes the step; None where there is one.
         """
-        name = next(iter(self.groups)) if group is None else group
+        name = self._first if group is None else group
         own = self.groups[name]
         take = self._steps.get((id(objective), name))
         if take is None:

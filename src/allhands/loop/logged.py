@@ -31,7 +31,10 @@ class Logged:
                 raise UserError(
                     f"{self.call}({name!r}, …) got shape {list(value.shape)}; it takes one number"
                 )
-            value = value.detach().reshape(()).double()
+            if value.device.type == "cpu":
+                value = value.item()
+            else:
+                value = value.detach().reshape(()).double()
         self._sums[name] = self._sums.get(name, 0.0) + value * count
         self._weights[name] = self._weights.get(name, 0.0) + count
 

@@ -342,11 +342,16 @@ class Loop(Communication, BaseLoop):
                 "made; define it once, before the loop"
             )
         function.fn = fn
-        others = [group for key, group in self.groups.items() if key != name]
         self._drawing = batch.iteration, batch.steps
         batch.steps += 1
-        with self.misuse.within(), self.groups[name].alone(others):
-            super().step(objective, (batch.parts, batch.counts, batch.total, False), name)
+        step = batch.parts, batch.counts, batch.total, False
+        with self.misuse.within:
+            if len(self.groups) == 1:
+                super().step(objective, step, name)
+                return
+            others = [group for key, group in self.groups.items() if key != name]
+            with self.groups[name].alone(others):
+                super().step(objective, step, name)
 
     def _function(self, fn: Any, name: str) -> tuple[StepFunction, Objective]:
         # A function that is made anew in each iteration has one code.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +24,8 @@ class Misuse:
 
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
-        self._inside = 0
+        #: A context in which the loop itself takes a step.
+        self.within = _Within(self)
         self._hooks: list[Any] = []
         self._first = 0  # iteration of this process
 
@@ -58,17 +57,6 @@ class Misuse:
     ) -> None:
         self._remove()
 
-    @contextmanager
-    def within(self) -> Iterator[None]:
-        """Within, the loop itself takes a step."""
-        self._inside += 1
-        try:
-            yield
-        finally:
-            self._inside -= 1
-            if self._hooks and self.loop.global_step >= self._first + _ITERATIONS:
-                self._remove()
-
     def agree(self, call: str) -> None:
         """Raise `UserError` where the ranks do not do the same, in the first iterations.
 
@@ -87,15 +75,29 @@ class Misuse:
                     "without `if loop.main`"
                 )
 
+    def stepped(self) -> None:
+        """The loop has taken a step."""
+        if self._hooks and self.loop.global_step >= self._first + _ITERATIONS:
+            self._remove()
+
     def _remove(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
-    @property
-    def is_inside(self) -> bool:
-        """Whether the loop itself takes a step."""
-        return self._inside > 0
+
+class _Within:
+    """Counts how often it was entered and not left."""
+
+    def __init__(self, misuse: Misuse) -> None:
+        self._misuse, self.depth = misuse, 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+        self._misuse.stepped()
 
 
 class _MisuseHook:
@@ -103,7 +105,7 @@ class _MisuseHook:
         self.misuse, self.call, self.part = misuse, call, part
 
     def __call__(self, *_: Any) -> None:
-        if not self.misuse.is_inside:
+        if not self.misuse.within.depth:
             raise UserError(
                 f"{self.call} was called outside of loop.step, where gradients are those of one "
                 "rank's samples; write the loss as a function and call "

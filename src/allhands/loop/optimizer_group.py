@@ -96,7 +96,7 @@ class OptimizerGroup:
             self.world,
             self.precision,
             objective.forward,
-            objective.observe,
+            objective.observer(),
             objective.target_of,
             self.settings.clip_norm,
         )

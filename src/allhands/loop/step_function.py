@@ -114,7 +114,7 @@ class StepFunction:
 
     def objective(self, observe: Callable[..., None]) -> Objective:
         """What `BaseLoop.step` takes."""
-        return Objective(self, self.rule, lambda rows: rows.count, observe)
+        return Objective(self, self.rule, lambda rows: rows.count, lambda: observe)
 
 
 def loss_in(result: Any, where: str) -> Any:

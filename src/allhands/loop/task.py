@@ -43,10 +43,11 @@ class Objective:
         forward: takes a micro-batch to ``(output, target)``; has the ``module`` that it calls.
         rule: the criterion, and how its value counts.
         target_of: the target in a micro-batch.
-        observe: is told the result of each micro-batch, see `allhands.step.optimizer_step`.
+        observer: gives what is told the result of each micro-batch, see
+            `allhands.step.optimizer_step`; asked when a loader's epoch begins.
     """
 
     forward: Any
     rule: LossRule
     target_of: Callable[[Any], Any]
-    observe: Callable[..., None]
+    observer: Callable[[], Callable[..., None]]

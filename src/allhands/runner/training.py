@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -104,7 +103,7 @@ class Training:
         if feed not in self.loop.trained:
             rule.check = None  # the criterion is looked at in training
         metrics = self.metrics[feed.name]
-        return Objective(self.forward, rule, self.forward.target_of, partial(_observe, metrics))
+        return Objective(self.forward, rule, self.forward.target_of, lambda: metrics.observe)
 
     # ------------------------------------------------------------------ for callbacks
 
@@ -336,11 +335,6 @@ class Training:
             self.loop.state.restore_weights(self._best_state)
         if folder is not None or self._best_state is not None:
             self.reporter.line(f"loaded the weights of the best epoch, {self.best_epoch}")
-
-
-def _observe(metrics: LoaderMetrics, *result: Any) -> None:
-    # By its name at each call, since `allhands.verify` puts another in its place.
-    metrics.observe(*result)
 
 
 def _call(
