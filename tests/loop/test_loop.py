@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -514,3 +516,84 @@ def on_rank_0_only() -> None:
 def test_a_step_on_some_ranks_only_is_named() -> None:
     with pytest.raises(allhands.UserError, match="rank 0 is at loop.step of 'optimizer', and"):
         in_world(2, on_rank_0_only)
+
+
+def test_a_schedule_that_needs_a_metric_is_given_one() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+
+    def made() -> allhands.Loop:
+        return allhands.Loop(
+            model=model, optimizer=optimizer, scheduler=plateau, loaders=loaders(1)
+        )
+
+    def loss_of(batch: Any) -> torch.Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    loop = made()
+    with pytest.raises(allhands.UserError, match=r"write epoch\.metric ="):
+        run(loop, lambda batch: loop.step(loss_of, batch))
+    loop = made()
+    for epoch in loop.epochs(3):
+        for batch in epoch.train:
+            loop.step(loss_of, batch)
+        epoch.metric = 1.0
+    assert optimizer.param_groups[0]["lr"] < 0.1
+    with pytest.raises(allhands.UserError, match=r"loop\.steps has no epochs"):
+        next(made().steps(3))
+
+
+def train_on_shards(workers: int) -> Any:
+    model = net()
+    loop = allhands.Loop(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        # The last global batch of each loader has one sample.
+        loaders={
+            "train": DataLoader(data(), batch_size=26 // workers, shuffle=True),
+            "valid": DataLoader(data(), batch_size=52 // workers),
+        },
+        strategy="fsdp" if workers > 1 else None,
+    )
+
+    def loss_of(batch: Any) -> torch.Tensor:
+        return F.cross_entropy(loop.model(batch[0]), batch[1])
+
+    for epoch in loop.epochs(2):
+        for batch in epoch.train:
+            loop.step(loss_of, batch)
+        epoch.evaluate("valid", loss_of)
+    return weights(model), loop.history["valid"]["loss"]
+
+
+@pytest.mark.serial
+def test_a_rank_without_a_sample_calls_the_model_with_the_others() -> None:
+    expected, losses = train_on_shards(1)
+    for found, measured in in_world(2, train_on_shards, 2):
+        assert_same(found, expected)
+        assert measured == pytest.approx(losses, abs=1e-5)
+
+
+def test_sigterm_saves_and_the_loop_goes_on(tmp_path: Path) -> None:
+    def train(folder: Path, kill_at: int | None) -> list[torch.Tensor]:
+        model = net()
+        loop = allhands.Loop(
+            model=model,
+            optimizer=torch.optim.Adam(model.parameters(), lr=0.01),
+            loaders=loaders(1),
+            logdir=folder,
+            resume="auto",
+        )
+        for epoch in loop.epochs(3):
+            for batch in epoch.train:
+                loop.step(lambda b: F.cross_entropy(loop.model(b[0]), b[1]), batch)
+                if loop.global_step == kill_at:
+                    os.kill(os.getpid(), signal.SIGTERM)
+        return weights(model)
+
+    expected = train(tmp_path / "whole", None)
+    with pytest.raises(SystemExit) as left:
+        train(tmp_path / "cut", 7)
+    assert left.value.code == 128 + signal.SIGTERM
+    assert all(map(torch.equal, train(tmp_path / "cut", None), expected))

@@ -91,21 +91,30 @@ class Evaluation(Mapping[str, float]):
         self._loop, self.name, self._steps = loop, name, steps
         self._means = Logged(loop.world, "add")
         self._values: dict[str, float] | None = None
-        self._count = 0
 
     @property
     def batches(self) -> Iterator[Any]:
-        """The micro-batches of this rank, on its device; each sample is in one of some rank's."""
-        for batches, counts, _, _ in self._steps:
-            for batch, count in zip(batches, counts, strict=True):
-                if count:
-                    self._count = count
-                    yield self._loop.to_device(batch)
+        """The micro-batches of this rank, on its device; each sample is in one of some rank's. One
+        that is there for ranks that wait in their own call counts for nothing."""
+        loop = self._loop
+        try:
+            for step in self._steps:
+                for part in Batch(loop, step).parts:
+                    loop.rows = part
+                    yield loop.to_device(part.batch)
+        finally:
+            loop.rows = None
+
+    @property
+    def _count(self) -> int:
+        """Samples of the current batch."""
+        return 0 if self._loop.rows is None else self._loop.rows.count
 
     def add(self, **means: float | torch.Tensor) -> None:
         """Take in means over the samples of the current batch, by name."""
-        for name, value in means.items():
-            self._means.add(name, value, self._count)
+        if self._count:
+            for name, value in means.items():
+                self._means.add(name, value, self._count)
 
     def of(self, fn: Callable[[Any], Any]) -> None:
         """Take in what a step function gives for each batch."""
@@ -114,7 +123,8 @@ class Evaluation(Mapping[str, float]):
             result = fn(batch)
             loss: Any = loss_in(result, where)
             if isinstance(loss, tuple):
-                self._means.add("loss", loss[0] / loss[1], float(loss[1]))
+                if self._count and float(loss[1]):
+                    self._means.add("loss", loss[0] / loss[1], float(loss[1]))
             else:
                 self.add(loss=loss)
             self.add(**values_in(result))
@@ -213,6 +223,11 @@ class Epoch:
             UserError: there are several; write ``epoch.batches(name)``.
         """
         names = [feed.name for feed in self._loop.trained]
+        if not names:
+            raise UserError(
+                "epoch.train: no loader's name begins with 'train'; write "
+                "Loop(loaders={'train': loader}), or loop.steps(…) with batches of your own"
+            )
         if len(names) > 1:
             raise UserError(
                 f"epoch.train with the loaders {', '.join(names)}; write "

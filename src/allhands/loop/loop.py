@@ -16,11 +16,9 @@ from allhands.data import Feed, to_device
 from allhands.data.order import share_of
 from allhands.errors import UserError, kind_of
 from allhands.launch import handback, worker
-from allhands.loop.announce import report_epoch
-from allhands.loop.base_loop import BaseLoop
 from allhands.loop.communication import Communication
 from allhands.loop.epoch import Batch, Epoch, Iteration
-from allhands.loop.history import Values, new_history, record
+from allhands.loop.history import new_history
 from allhands.loop.loggers import Loggers, prepare_logdir
 from allhands.loop.loss_mean import LossMean
 from allhands.loop.misuse import Misuse
@@ -28,7 +26,7 @@ from allhands.loop.model_groups import check_own_steps, group_settings, named, p
 from allhands.loop.own_checkpoints import OwnCheckpoints
 from allhands.loop.passes import DataPasses
 from allhands.loop.reporter import ConsoleReporter, ForwardingReporter, Reporter
-from allhands.loop.schedule import learning_rates
+from allhands.loop.reports import Reports
 from allhands.loop.settings import Data, LoopSettings
 from allhands.loop.step_function import StepFunction, rows_of, values_in
 from allhands.loop.task import Objective, Task
@@ -39,7 +37,7 @@ from allhands.strategies import Strategy
 from allhands.world import current_world, finalize, init
 
 
-class Loop(Communication, BaseLoop):
+class Loop(Communication, Reports):
     """A training whose steps you write, exact on any number of workers.
 
     It runs in one process, and in each process that a launcher has started (``allhands launch``,
@@ -180,7 +178,6 @@ class Loop(Communication, BaseLoop):
         called = {id(group.settings.model): group.called for group in self.groups.values()}
         self.models = {name: called.get(id(one), one) for name, one in given_models.items()}
         self.misuse = Misuse(self)
-        self._loggers: Loggers | None = None
 
     def parts(self, settings: LoopSettings) -> dict[str, LoopSettings]:
         return self._parts
@@ -225,6 +222,8 @@ class Loop(Communication, BaseLoop):
                 f"loop.steps with the loaders {', '.join(feed.name for feed in self.trained)}; "
                 "pass one whose name begins with 'train'"
             )
+        for name, group in self.groups.items():
+            group.schedule.count_steps(name)
         with self._running():
             for position in super().epochs():
                 measure = self._without_loader
@@ -258,6 +257,8 @@ class Loop(Communication, BaseLoop):
                 f"no step used the optimizer '{unused[0]}' in {self.unit} {self.epoch + 1}; write "
                 f"loop.step(…, batch, optimizer={unused[0]!r}), or leave it out"
             )
+        for group in self.groups.values():
+            group.schedule.check_metric(epoch.metric)
         if not self.position.evaluating:
             self.end_steps()
         rates, seconds = self.position.rates, self.seconds
@@ -266,18 +267,6 @@ class Loop(Communication, BaseLoop):
             self._record(self.epoch, epoch.values, rates, seconds)
         self.save_epoch(epoch.metric, epoch.values)
         return rates, seconds
-
-    def _record(self, epoch: int, values: Values, rates: list[float], seconds: float) -> None:
-        row = {"epoch": epoch, "step": self.global_step, "lr": rates[0], "seconds": seconds}
-        record(self.history, row, values)
-
-    def _report(
-        self, what: str, place: str, values: Values, rates: list[float], seconds: float
-    ) -> None:
-        number = int(place.split("/", maxsplit=1)[0])
-        if self._loggers is not None:
-            self._loggers.epoch(number, self.global_step, values, rates, seconds)
-        report_epoch(self.reporter, what, place, values, rates[0], seconds, False)
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -385,31 +374,6 @@ class Loop(Communication, BaseLoop):
     def evaluated_feeds(self) -> list[Feed]:
         """The loaders that are not trained on."""
         return [feed for feed in self.feeds.values() if feed not in self.trained]
-
-    def means_so_far(self) -> dict[str, float]:
-        """The means of the steps since this was asked for the last time."""
-        measure = self.measure
-        assert measure is not None
-        values = self._means_of(measure) if self._stepped else {}
-        measure.start(measure.where)
-        self.logged.start()
-        return values
-
-    def report_step(self, number: int, values: Values) -> None:
-        """Print a row of an iteration, and write it down."""
-        rates, seconds = learning_rates(self.optimizer), self.seconds
-        self._record(self.epoch + 1, values, rates, seconds)
-        self._report("step", f"{number}/{self.settings.steps_per_epoch}", values, rates, seconds)
-
-    def measured(self, name: str) -> dict[str, float]:
-        """The means of the steps of a loader in this epoch, over all ranks."""
-        return self._means_of(self.measures[name])
-
-    def _means_of(self, measure: LossMean) -> dict[str, float]:
-        values = measure.result() | self.exchange.epoch_values()
-        if len(self.groups) > 1:
-            del values["loss"]  # of several losses
-        return values | self.logged.means(taken=values, everywhere=False)
 
     @contextmanager
     def evaluation_state(self) -> Iterator[None]:

@@ -3,6 +3,7 @@ step."""
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -57,6 +58,28 @@ class Schedule:
     def each_epoch(self) -> bool:
         """Whether `step` is due after every epoch."""
         return self.scheduler is not None and self.period == "epoch"
+
+    def count_steps(self, name: str) -> None:
+        """Step at every iteration, in a training without epochs; `name` is the optimizer's.
+
+        Raises:
+            UserError: it was given the period "epoch", or looks at a metric.
+        """
+        if self.given_period is None and not self.needs_metric:
+            self.period = "step"
+        elif self.each_epoch:
+            raise UserError(
+                f"loop.steps has no epochs, at which the scheduler of '{name}' would step; write "
+                "(scheduler, 'step'), or step a ReduceLROnPlateau yourself"
+            )
+
+    def check_metric(self, metric: float) -> None:
+        """Raise `UserError` where a metric is needed and none (NaN) is known."""
+        if self.needs_metric and math.isnan(metric):
+            raise UserError(
+                "ReduceLROnPlateau looks at a number of each epoch; write epoch.metric = …, such "
+                "as epoch.evaluate('valid', loss_of)['loss']"
+            )
 
     def step(self, metric: float | None = None) -> None:
         """Advance once, whatever the number of workers."""

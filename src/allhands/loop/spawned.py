@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from allhands.errors import UserError, kind_of
 from allhands.launch import handback
+from allhands.loop.lifecycle import TrainingStopped
 from allhands.loop.reporter import Reporter
 from allhands.loop.workers import plan
 from allhands.world import World
@@ -64,7 +66,13 @@ def _call(
         for value in args:
             if isinstance(value, nn.Module):
                 handback.remember(value)
-    result = fn(*args)
+    result = None
+    try:
+        result = fn(*args)
+    except TrainingStopped as stopped:
+        if stopped.signal != signal.SIGINT:
+            raise
+        # Ctrl-C: what was trained is handed back.
     if shipped and world.local_rank == 0:
         roots = {f"args[{number}]": value for number, value in enumerate(args)} | {"function": fn}
         lost = handback.write(roots, lambda value: isinstance(value, _DATA))

@@ -1,0 +1,61 @@
+"""What a user's own loop prints and keeps of its steps."""
+
+from __future__ import annotations
+
+from allhands.loop.announce import report_epoch
+from allhands.loop.base_loop import BaseLoop
+from allhands.loop.history import History, Values, record
+from allhands.loop.loggers import Loggers
+from allhands.loop.loss_mean import LossMean
+from allhands.loop.schedule import learning_rates
+
+
+class Reports(BaseLoop):
+    """The part of `allhands.Loop` that knows means, rows and the history.
+
+    Attributes:
+        measures: the losses of each loader that is trained on.
+    """
+
+    history: History
+    measures: dict[str, LossMean]
+    _loggers: Loggers | None = None
+    # The optimizers that have taken a step in this epoch.
+    _stepped: set[str]
+
+    def _record(self, epoch: int, values: Values, rates: list[float], seconds: float) -> None:
+        row = {"epoch": epoch, "step": self.global_step, "lr": rates[0], "seconds": seconds}
+        record(self.history, row, values)
+
+    def _report(
+        self, what: str, place: str, values: Values, rates: list[float], seconds: float
+    ) -> None:
+        number = int(place.split("/", maxsplit=1)[0])
+        if self._loggers is not None:
+            self._loggers.epoch(number, self.global_step, values, rates, seconds)
+        report_epoch(self.reporter, what, place, values, rates[0], seconds, False)
+
+    def means_so_far(self) -> dict[str, float]:
+        """The means of the steps since this was asked for the last time."""
+        measure = self.measure
+        assert measure is not None
+        values = self._means_of(measure) if self._stepped else {}
+        measure.start(measure.where)
+        self.logged.start()
+        return values
+
+    def report_step(self, number: int, values: Values) -> None:
+        """Print a row of an iteration, and write it down."""
+        rates, seconds = learning_rates(self.optimizer), self.seconds
+        self._record(self.epoch + 1, values, rates, seconds)
+        self._report("step", f"{number}/{self.settings.steps_per_epoch}", values, rates, seconds)
+
+    def measured(self, name: str) -> dict[str, float]:
+        """The means of the steps of a loader in this epoch, over all ranks."""
+        return self._means_of(self.measures[name])
+
+    def _means_of(self, measure: LossMean) -> dict[str, float]:
+        values = measure.result() | self.exchange.epoch_values()
+        if len(self.groups) > 1:
+            del values["loss"]  # of several losses
+        return values | self.logged.means(taken=values, everywhere=False)
