@@ -371,10 +371,14 @@ class BaseLoop(Lifecycle):
             take(*batch)
         else:
             own.captured(take, *batch)
+        self.stepped(own)
+
+    def stepped(self, group: OptimizerGroup) -> None:
+        """An optimizer has taken a step."""
         if self._open is not None:
             self._count()
-        if own.schedule.each_step:
-            own.schedule.step()
+        if group.schedule.each_step:
+            group.schedule.step()
 
     def _count(self) -> None:
         """An iteration is over, but for what the user does after its steps."""

@@ -61,6 +61,13 @@ class Batch:
         total = float(loop.mean(count)) * loop.world.world_size
         return cls(loop, ([own], [count], round(total), False))
 
+    @property
+    def micro_batches(self) -> Iterator[Any]:
+        """The micro-batches of this rank that hold samples, on its device."""
+        for part in self.parts:
+            if part.count:
+                yield self._loop.to_device(part.batch)
+
     def _only(self) -> Any:
         if len(self.parts) != 1 or not self.count:
             raise UserError(

@@ -25,6 +25,7 @@ from allhands.loop.misuse import Misuse
 from allhands.loop.model_groups import check_own_steps, group_settings, named, place_others
 from allhands.loop.own_checkpoints import OwnCheckpoints
 from allhands.loop.passes import DataPasses
+from allhands.loop.passes_by_hand import step_by_hand
 from allhands.loop.reporter import ConsoleReporter, ForwardingReporter, Reporter
 from allhands.loop.reports import Reports
 from allhands.loop.settings import Data, LoopSettings
@@ -32,6 +33,7 @@ from allhands.loop.step_function import StepFunction, rows_of, values_in
 from allhands.loop.task import Objective, Task
 from allhands.loop.trainable import check_trainable
 from allhands.loop.workers import strategy_for
+from allhands.step.by_hand import StepByHand
 from allhands.step.modes import evaluation_mode
 from allhands.strategies import Strategy
 from allhands.world import current_world, finalize, init
@@ -155,6 +157,7 @@ class Loop(Communication, Reports):
         self.registered: dict[str, tuple[Any, bool]] = {}
         self._functions: dict[tuple[Any, str], tuple[StepFunction, Objective]] = {}
         self._stepped: set[str] = set()
+        self._by_hand: StepByHand | None = None
         reporter: Reporter = ForwardingReporter(False)  # where `allhands.spawn` has started it
         if handback.arrived is None:
             reporter = ConsoleReporter(False)
@@ -341,6 +344,48 @@ class Loop(Communication, Reports):
             others = [group for key, group in self.groups.items() if key != name]
             with self.groups[name].alone(others):
                 super().step(objective, step, name)
+
+    @contextmanager
+    def accumulating(self, optimizer: str | None = None) -> Iterator[None]:
+        """Within, call `backward` for each loss of one optimizer step, as often as this rank has
+        losses; on leaving, the step is taken with the gradients of all ranks. To be entered on
+        every rank.
+
+        Args:
+            optimizer: its name, where there are several.
+
+        Raises:
+            UserError: the strategy takes part in the passes (fsdp, kvstore, local_sgd).
+        """
+        name = self._group_named(optimizer)
+        self._stepped.add(name)
+        self.misuse.agree(f"loop.accumulating of '{name}'")
+        with step_by_hand(self, self.groups[name], partial(self._observe, name)) as take:
+            self._by_hand = take
+            try:
+                yield
+            finally:
+                self._by_hand = None
+        self.stepped(self.groups[name])
+
+    def backward(self, loss: torch.Tensor, count: float) -> None:
+        """Add the gradient of a loss, in `accumulating`.
+
+        Args:
+            loss: a tensor of shape []; the mean of `count` items.
+            count: samples, or whatever the loss is a mean of. The step's gradient is that of all
+                losses times their counts, divided by the counts of all ranks.
+
+        Raises:
+            UserError: outside of `accumulating`.
+        """
+        if self._by_hand is None:
+            raise UserError(
+                "loop.backward is for `with loop.accumulating():`, where gradients add up to those "
+                "of all ranks"
+            )
+        with self.misuse.within:
+            self._by_hand.backward(loss, count)
 
     def _function(self, fn: Any, name: str) -> tuple[StepFunction, Objective]:
         # A function that is made anew in each iteration has one code.

@@ -85,9 +85,12 @@ class OptimizerGroup:
         if self.captured is not None:
             self.captured.look()
 
-    def step_for(self, objective: Objective) -> OptimizerStep:
-        """What takes the steps of an objective until the epoch ends."""
-        take = (ClosureStep if takes_closure(self.optimizer) else OptimizerStep)(
+    def step_for(
+        self, objective: Objective, kind: type[OptimizerStep] = OptimizerStep
+    ) -> OptimizerStep:
+        """What takes the steps of an objective until the epoch ends; of a `kind` of its own where
+        the optimizer computes no loss again."""
+        take = (ClosureStep if takes_closure(self.optimizer) else kind)(
             self.model.parameters(),
             self.optimizer,
             objective.rule,
