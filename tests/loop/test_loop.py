@@ -630,3 +630,22 @@ def test_backward_passes_of_ones_own_on_three_workers() -> None:
     expected, _ = classifier_by_hand(clip=0.5)
     for found in in_world(3, train_by_hand, 3, 1):
         assert_same(found, expected)
+
+
+def test_stop_ends_the_training_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    loop, _ = small()
+    for epoch in loop.epochs(9):
+        for batch in epoch.train:
+            loop.step(lambda b: F.cross_entropy(loop.model(b[0]), b[1]), batch)
+        if epoch.number == 2:
+            loop.stop("for the test")
+    assert loop.epoch == 2
+    assert "stopped after epoch 2: for the test" in capsys.readouterr().out
+    loop, _ = small()
+    for step in loop.steps(9):
+        loop.step(lambda b: F.cross_entropy(loop.model(b[0]), b[1]), step.batch)
+        if step.number == 3:
+            loop.stop("for the test")
+    assert loop.global_step == 3
+    with pytest.raises(allhands.UserError, match=r"loop\.epochs\(number\)=0"):
+        next(small()[0].epochs(0))

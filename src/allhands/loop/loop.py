@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from allhands.checks import check_whole
 from allhands.comm import calls
 from allhands.data import Feed, to_device
 from allhands.data.order import share_of
@@ -201,6 +202,7 @@ class Loop(Communication, Reports):
         Raises:
             SystemExit: a signal ended the training, after a checkpoint was saved.
         """
+        check_whole("loop.epochs(number)", number)
         self.num_epochs = number
         with self._running():
             for _ in super().epochs():
@@ -217,6 +219,7 @@ class Loop(Communication, Reports):
         Raises:
             SystemExit: a signal ended the training, after a checkpoint was saved.
         """
+        check_whole("loop.steps(number)", number)
         self.num_epochs, self.settings.steps_per_epoch = 1, number
         if self.passes is None:
             self.passes = DataPasses()
@@ -241,6 +244,8 @@ class Loop(Communication, Reports):
                     yield step
                     self.misuse.agree("the end of an iteration")
                     step.close()
+                    if self.stop_reason is not None:
+                        break
                 self._end(Epoch(self, 1))
 
     def _own_iterations(self, position: Any, number: int) -> Iterator[None]:
@@ -288,9 +293,20 @@ class Loop(Communication, Reports):
                 yield
             finally:
                 self._loggers.close()
+            if self.stop_reason is not None:
+                self.reporter.line(f"stopped {self.where}: {self.stop_reason}")
             self.finish()
             for group in self.groups.values():
                 group.state.give_back(keep=True)
+
+    def stop(self, reason: str) -> None:  # type: ignore[override]
+        """End the training after the current epoch, or iteration of `steps`; to be called on every
+        rank. The model holds its weights then, which it may not after a ``break``.
+
+        Args:
+            reason: is printed.
+        """
+        self.stop_reason = reason
 
     # ------------------------------------------------------------------ one step
 
