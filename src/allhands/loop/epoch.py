@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -154,7 +155,41 @@ class Evaluation(Mapping[str, float]):
         return len(self._values or {})
 
 
-class Iteration:
+class Results(ABC):
+    """What is printed and kept of an epoch or an iteration.
+
+    Attributes:
+        values: by loader, names to means.
+    """
+
+    values: dict[str, dict[str, float]]
+
+    @abstractmethod
+    def evaluating(self, name: str) -> AbstractContextManager[Evaluation]:
+        """Within, models are in evaluation mode and gradients off; yields an `Evaluation`.
+
+        Args:
+            name: of a loader that is not trained on.
+        """
+
+    def evaluate(self, name: str, fn: Callable[[Any], Any]) -> dict[str, float]:
+        """The means of a step function's loss and further values over a loader, over all ranks.
+
+        Args:
+            name: of a loader that is not trained on.
+            fn: a step function, see `Loop.step`. Values beside the loss are means over the samples.
+        """
+        with self.evaluating(name) as evaluation:
+            evaluation.of(fn)
+        return dict(evaluation)
+
+    def log(self, **values: float) -> None:
+        """Add numbers, the same on every rank, to what is printed and kept."""
+        own = self.values.setdefault("train", {})
+        own |= {name: float(value) for name, value in values.items()}
+
+
+class Iteration(Results):
     """One iteration of `Loop.steps`.
 
     Attributes:
@@ -164,7 +199,7 @@ class Iteration:
 
     def __init__(self, loop: Loop, number: int, batch: Batch | None) -> None:
         self._loop, self.number, self.batch = loop, number, batch
-        self._values: dict[str, dict[str, float]] = {}
+        self.values = {}
 
     def every(self, number: int) -> bool:
         """Whether this is one of every `number` iterations."""
@@ -181,44 +216,31 @@ class Iteration:
             evaluation = Evaluation(loop, name, feed.epoch(0))
             yield evaluation
             evaluation.close()
-        self._values[name] = dict(evaluation)
-
-    def evaluate(self, name: str, fn: Callable[[Any], Any]) -> dict[str, float]:
-        """As `Epoch.evaluate`."""
-        with self.evaluating(name) as evaluation:
-            evaluation.of(fn)
-        return dict(evaluation)
+        self.values[name] = dict(evaluation)
 
     def train(self) -> dict[str, float]:
         """The means of the steps since this was asked for the last time, over all ranks, which all
         call it."""
         return self._loop.means_so_far()
 
-    def log(self, **values: float) -> None:
-        """Print numbers, the same on every rank, in a row with this iteration's."""
-        self._values.setdefault("train", {}).update(
-            {name: float(value) for name, value in values.items()}
-        )
-
     def close(self) -> None:
         """The body of the iteration is through."""
-        if self._values:
-            self._loop.report_step(self.number, self._values)
+        if self.values:
+            self._loop.report_step(self.number, self.values)
 
 
-class Epoch:
+class Epoch(Results):
     """One epoch.
 
     Attributes:
         number: counted from 1.
-        values: what is printed and kept of it: by loader, names to means.
         metric: what a ReduceLROnPlateau looks at; to be set by you.
     """
 
     def __init__(self, loop: Loop, number: int) -> None:
         self._loop, self.number = loop, number
         assert loop.position is not None
-        self.values: dict[str, dict[str, float]] = dict(loop.position.done)
+        self.values = dict(loop.position.done)
         self._was_evaluating = loop.position.evaluating
         self.metric = math.nan
 
@@ -269,22 +291,6 @@ class Epoch:
             yield evaluation
             evaluation.close()
         self.values[name] = dict(evaluation)
-
-    def evaluate(self, name: str, fn: Callable[[Any], Any]) -> dict[str, float]:
-        """The means of a step function's loss and further values over a loader, over all ranks.
-
-        Args:
-            name: of a loader that is not trained on.
-            fn: a step function, see `Loop.step`. Values beside the loss are means over the samples.
-        """
-        with self.evaluating(name) as evaluation:
-            evaluation.of(fn)
-        return dict(evaluation)
-
-    def log(self, **values: float) -> None:
-        """Add numbers, the same on every rank, to what is printed and kept of the epoch."""
-        own = self.values.setdefault("train", {})
-        own |= {name: float(value) for name, value in values.items()}
 
 
 def _feed(name: str, feeds: list[Feed], what: str) -> Feed:

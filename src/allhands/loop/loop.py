@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from allhands.loop.loggers import Loggers, prepare_logdir
 from allhands.loop.loss_mean import LossMean
 from allhands.loop.misuse import Misuse
 from allhands.loop.model_groups import check_own_steps, group_settings, named, place_others
+from allhands.loop.optimizer_group import OptimizerGroup
 from allhands.loop.own_checkpoints import OwnCheckpoints
 from allhands.loop.passes import DataPasses
 from allhands.loop.passes_by_hand import step_by_hand
@@ -210,7 +211,7 @@ class Loop(Communication, Reports):
                 self._stepped.clear()
                 yield epoch
                 rates, seconds = self._end(epoch)
-                self._report("epoch", f"{self.epoch}/{number}", epoch.values, rates, seconds)
+                self._report("epoch", self.epoch, number, epoch.values, rates, seconds)
 
     def steps(self, number: int) -> Iterator[Iteration]:
         """The iterations that are left of `number`, over as many passes over the data as it takes;
@@ -353,13 +354,14 @@ class Loop(Communication, Reports):
         self._drawing = batch.iteration, batch.steps
         batch.steps += 1
         step = batch.parts, batch.counts, batch.total, False
-        with self.misuse.within:
-            if len(self.groups) == 1:
-                super().step(objective, step, name)
-                return
-            others = [group for key, group in self.groups.items() if key != name]
-            with self.groups[name].alone(others):
-                super().step(objective, step, name)
+        with self.misuse.within, self.alone(self.groups[name]):
+            super().step(objective, step, name)
+
+    def alone(self, group: OptimizerGroup) -> AbstractContextManager[None]:
+        """Within, no parameter of another group than this one needs a gradient."""
+        if len(self.groups) == 1:
+            return nullcontext()
+        return group.alone([other for other in self.groups.values() if other is not group])
 
     @contextmanager
     def accumulating(self, optimizer: str | None = None) -> Iterator[None]:
@@ -424,7 +426,7 @@ class Loop(Communication, Reports):
 
     def _group_named(self, name: str | None) -> str:
         if name is None and len(self.groups) == 1:
-            return next(iter(self.groups))
+            return self._first
         if name not in self.groups:
             raise UserError(
                 f"loop.step(…, optimizer={name!r}); the optimizers are {', '.join(self.groups)}"

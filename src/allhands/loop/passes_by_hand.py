@@ -44,8 +44,7 @@ def step_by_hand(loop: Loop, group: OptimizerGroup, observe: Any) -> Iterator[St
     take = group.step_for(Objective(None, rule, lambda _: None, lambda: observe), StepByHand)
     assert isinstance(take, StepByHand)
     take.before_first_update = None
-    others = [other for other in loop.groups.values() if other is not group]
-    with group.alone(others):
+    with loop.alone(group):
         take.begin()
         yield take
         with loop.misuse.within:

@@ -28,11 +28,17 @@ class Reports(BaseLoop):
         record(self.history, row, values)
 
     def _report(
-        self, what: str, place: str, values: Values, rates: list[float], seconds: float
+        self,
+        what: str,
+        number: int,
+        total: int | None,
+        values: Values,
+        rates: list[float],
+        seconds: float,
     ) -> None:
-        number = int(place.split("/", maxsplit=1)[0])
         if self._loggers is not None:
             self._loggers.epoch(number, self.global_step, values, rates, seconds)
+        place = f"{number}/{total}"
         report_epoch(self.reporter, what, place, values, rates[0], seconds, False)
 
     def means_so_far(self) -> dict[str, float]:
@@ -48,7 +54,7 @@ class Reports(BaseLoop):
         """Print a row of an iteration, and write it down."""
         rates, seconds = learning_rates(self.optimizer), self.seconds
         self._record(self.epoch + 1, values, rates, seconds)
-        self._report("step", f"{number}/{self.settings.steps_per_epoch}", values, rates, seconds)
+        self._report("step", number, self.settings.steps_per_epoch, values, rates, seconds)
 
     def measured(self, name: str) -> dict[str, float]:
         """The means of the steps of a loader in this epoch, over all ranks."""

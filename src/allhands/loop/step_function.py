@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from allhands.data import preserved_generators, to_device
+from allhands.data import preserved_generators
 from allhands.data.trees import map_tensors
 from allhands.errors import UserError, kind_of
 from allhands.loop.task import Objective
@@ -72,9 +72,7 @@ class StepFunction:
 
     def __call__(self, rows: Rows) -> tuple[Any, int]:
         """The function's result, and the samples of the micro-batch."""
-        batch = rows.batch
-        if self.loop.device.type != "cpu":
-            batch = to_device(batch, self.loop.device)
+        batch = self.loop.to_device(rows.batch)
         before, self.loop.rows = self.loop.rows, rows
         rows.draws = 0
         try:
