@@ -575,6 +575,28 @@ def test_a_rank_without_a_sample_calls_the_model_with_the_others() -> None:
         assert measured == pytest.approx(losses, abs=1e-5)
 
 
+def train_on_three_samples(workers: int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)]
+    model = nn.Sequential(*blocks, nn.Linear(6, 3))
+    x, y = (part[:3] for part in data().tensors)
+    loop = allhands.Loop(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loaders={"train": DataLoader(TensorDataset(x, y), batch_size=4 // workers)},
+        strategy="fsdp" if workers > 1 else None,
+    )
+    run(loop, lambda batch: loop.step(lambda b: F.cross_entropy(loop.model(b[0]), b[1]), batch))
+    return weights(model)
+
+
+@pytest.mark.serial
+def test_ranks_with_other_numbers_of_samples_call_shards_equally_often() -> None:
+    expected = train_on_three_samples(1)
+    for found in in_world(2, train_on_three_samples, 2):
+        assert_same(found, expected)
+
+
 def test_sigterm_saves_and_the_loop_goes_on(tmp_path: Path) -> None:
     def train(folder: Path, kill_at: int | None) -> list[torch.Tensor]:
         model = net()

@@ -168,7 +168,9 @@ class _Parts(MeanCheck):
             return
         self.found = ""
         alone = loop.world.world_size == 1 and loop.settings.accumulate == 1
-        if alone or rows.count < 2 or loop.has_gathered:
+        # Where the passes are collective, all ranks look or none: with as many samples each.
+        uneven = loop.strategy.level and rows.total % loop.strategy.place(loop.world)[1]
+        if alone or uneven or rows.count < 2 or loop.has_gathered:
             return
         with (
             contextlib.suppress(Exception),  # it takes no batch of another size
