@@ -81,6 +81,8 @@ class Loop(Communication, Reports):
     Attributes:
         world: the processes.
         models: the modules to call, by name.
+        device: on which this rank computes.
+        main: whether this is rank 0.
         epoch: finished epochs.
         global_step: iterations over all epochs.
         history: ``{"epoch": […], "step": […], "lr": […], "seconds": […], "train": {"loss": […]}}``.
@@ -485,7 +487,8 @@ class Loop(Communication, Reports):
     # ------------------------------------------------------------------ small things
 
     def share(self, total: int) -> tuple[int, int]:
-        """The first sample of this rank in a global batch of `total`, and behind its last."""
+        """The first of this rank's samples in a global batch of `total`, and the first that is
+        behind them: ``slice(*loop.share(total))``."""
         rank, shares = self.strategy.place(self.world)
         return share_of(total, rank, shares)
 
