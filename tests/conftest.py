@@ -196,6 +196,26 @@ def preloaded() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _other_tests_stay_here(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers import no modules of other tests, which a user's process would not have either.
+
+    They would, for what such a module has computed and its source does not say.
+    """
+    from allhands.launch import user_modules
+
+    def own() -> Iterator[Any]:
+        for module in own_modules():
+            _, _, name = module.__name__.rpartition(".")
+            if not name.startswith("test_") or module is request.module:
+                yield module
+
+    own_modules = user_modules._own_modules
+    monkeypatch.setattr(user_modules, "_own_modules", own)
+
+
+@pytest.fixture(autouse=True)
 def _no_world_left() -> Iterator[None]:
     """Fail the test that leaves its process in a world, rather than whichever test comes next in
     that process."""

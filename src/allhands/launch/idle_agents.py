@@ -25,8 +25,9 @@ from allhands.launch.local import start_agent
 VARIABLE = "ALLHANDS_KEEPER_IDLE"
 # An agent that is about to end is not taken.
 _MARGIN = 2.0
-# Changes all the time and means nothing to a process that starts; workers get its present value.
-_CHANGING = ("PYTEST_CURRENT_TEST",)
+# These change in a process that goes on, and mean nothing to one that starts; workers get their
+# present values. PyTorch's compiler sets the second one when it is imported.
+_CHANGING = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
 
 
 @dataclass(frozen=True)
