@@ -196,9 +196,7 @@ def preloaded() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _other_tests_stay_here(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def _other_tests_stay_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers import no modules of other tests, which a user's process would not have either.
 
     They would, for what such a module has computed and its source does not say.
