@@ -61,5 +61,27 @@ def check_choice(
     raise UserError(f"{_written(name, value, of)}; it must be one of {listed}")
 
 
+# Of the packages that wrap a training's objects for loops of their own: the name, and what wraps.
+_WRAPPERS = {
+    "accelerate": ("Accelerate", "accelerator.prepare"),
+    "lightning": ("Lightning Fabric", "fabric.setup"),
+    "lightning_fabric": ("Lightning Fabric", "fabric.setup"),
+}
+
+
+def check_bare(what: str, value: Any) -> None:
+    """Raise `UserError` for an object that another package has wrapped for its own loop.
+
+    The wrapper would move, share out or synchronise a second time what allhands already does.
+    """
+    package = type(value).__module__.partition(".")[0]
+    if package in _WRAPPERS:
+        name, call = _WRAPPERS[package]
+        raise UserError(
+            f"{what} is {name}'s {type(value).__name__}; pass what {call}() was given, and leave "
+            "that call out: allhands places models and shares out the data itself"
+        )
+
+
 def _written(name: str, value: Any, of: str) -> str:
     return f"{of}({name}={value!r})" if of else f"{name}={value!r}"

@@ -621,39 +621,6 @@ def test_sigterm_saves_and_the_loop_goes_on(tmp_path: Path) -> None:
     assert all(map(torch.equal, train(tmp_path / "cut", None), expected))
 
 
-def train_by_hand(workers: int, accumulate: int = 2) -> list[torch.Tensor]:
-    model = net()
-    loop = allhands.Loop(
-        model=model,
-        optimizer=torch.optim.Adam(model.parameters(), lr=0.05),
-        loaders={"train": loaders(workers, accumulate)["train"]},
-        accumulate=accumulate,
-        clip_norm=0.5,
-    )
-    for epoch in loop.epochs(2):
-        for batch in epoch.train:
-            with loop.accumulating():
-                for x, y in batch.micro_batches:
-                    loop.backward(F.cross_entropy(loop.model(x), y), count=len(x))
-    assert loop.history["step"] == [5, 10]
-    return weights(model)
-
-
-def test_backward_passes_of_ones_own_are_one_step() -> None:
-    expected, _ = classifier_by_hand(clip=0.5)
-    assert_same(train_by_hand(1), expected)
-    loop, _ = small()
-    with pytest.raises(allhands.UserError, match=r"is for `with loop\.accumulating"):
-        run(loop, lambda batch: loop.backward(torch.zeros(()), 1))
-
-
-@pytest.mark.serial
-def test_backward_passes_of_ones_own_on_three_workers() -> None:
-    expected, _ = classifier_by_hand(clip=0.5)
-    for found in in_world(3, train_by_hand, 3, 1):
-        assert_same(found, expected)
-
-
 def test_stop_ends_the_training_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     loop, _ = small()
     for epoch in loop.epochs(9):

@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from allhands.checks import check_whole
+from allhands.checks import check_bare, check_whole
 from allhands.data.agree import share_data
 from allhands.data.feed import Feed, InMemoryFeed
 from allhands.data.loaders import LoaderFeed
@@ -216,6 +216,7 @@ def _call_get_datasets(make: Any, kwargs: dict[str, Any], seed: int) -> dict[str
 
 
 def _source_from_loader(name: str, loader: Any) -> Source:
+    check_bare(f"loaders[{name!r}]", loader)
     if not isinstance(loader, DataLoader):
         raise UserError(
             f"loaders[{name!r}] is {kind_of(loader)}, which cannot be dealt out to workers; pass a "

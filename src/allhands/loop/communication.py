@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,12 +14,17 @@ from allhands.loop.gathered_rows import gather_rows
 from allhands.loop.lifecycle import Lifecycle
 from allhands.loop.step_function import Rows
 
+if TYPE_CHECKING:
+    from allhands.loop.epoch import Batch
+
 
 class Communication(Lifecycle):
     """The part of `allhands.Loop` that talks to other ranks."""
 
     #: What the step function that runs was called on.
     rows: Rows | None = None
+    #: This rank's share of the iteration's global batch; None without loaders.
+    batch: Batch | None = None
     #: Whether a step function has called `gather`.
     has_gathered = False
     # The iteration, and the step in it, for which random numbers are drawn.
@@ -32,8 +37,15 @@ class Communication(Lifecycle):
         A loss of what it gives is a loss of the whole global batch: return it as it is.
 
         Raises:
-            UserError: with ``accumulate`` above 1; a tensor that has no row a sample.
+            UserError: with ``accumulate`` above 1; a tensor that has no row a sample; a tensor with
+                a gradient outside of a step function.
         """
+        if self.rows is None and tensor.requires_grad:
+            raise UserError(
+                "loop.gather of a tensor with a gradient is for a step function: the backward pass "
+                "of a loss of all rows is not that of a mean of means; call loop.step(loss_of, "
+                "batch)"
+            )
         if self.settings.accumulate > 1:
             raise UserError(
                 f"loop.gather with accumulate={self.settings.accumulate} would give the rows of "
@@ -58,7 +70,7 @@ class Communication(Lifecycle):
 
     def randn(self, *shape: int) -> torch.Tensor:
         """Normal numbers for the rows of the micro-batch, the same for a sample at any number of
-        workers. To be called in a step function.
+        workers. To be called in a step function, or where the batch is one micro-batch.
 
         Args:
             shape: ``rows, …``; the rows of the micro-batch.
@@ -70,7 +82,9 @@ class Communication(Lifecycle):
         return self._draw(torch.rand, shape)
 
     def _draw(self, draw: Callable[..., torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
-        rows = self.rows
+        rows, place = self.rows, self._drawing
+        if rows is None and self.batch is not None and len(self.batch.parts) == 1:
+            rows, place = self.batch.parts[0], (self.batch.iteration, self.batch.steps)
         if rows is None:
             raise UserError(
                 "loop.randn and loop.rand draw for the samples of a batch, in a step function; "
@@ -79,7 +93,7 @@ class Communication(Lifecycle):
         if self.world.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("loop.randn draws on the host; draw the noise into the batch")
         rows.draws += 1
-        seed = derive_seed(self.settings.seed, "draw", *self._drawing, rows.draws)
+        seed = derive_seed(self.settings.seed, "draw", *place, rows.draws)
         generator = torch.Generator().manual_seed(seed)
         whole = draw(rows.total, *shape[1:], generator=generator)
         first = rows.first if rows.count else 0

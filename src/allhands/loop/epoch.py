@@ -24,7 +24,8 @@ class Batch:
     """This rank's share of a global batch.
 
     What `Loop.step` takes. Where the share is one micro-batch, it also stands for that one:
-    ``x, y = batch``, ``batch[0]`` and ``batch["image"]`` are its members, on the device.
+    ``x, y = batch``, ``batch[0]`` and ``batch["image"]`` are its members, on the device. Where this
+    rank has no sample in a step, it stands for one that counts for nothing.
 
     Attributes:
         parts: the micro-batches.
@@ -70,11 +71,10 @@ class Batch:
                 yield self._loop.to_device(part.batch)
 
     def _only(self) -> Any:
-        if len(self.parts) != 1 or not self.count:
+        if len(self.parts) != 1:
             raise UserError(
-                f"this rank's share of the batch is {len(self.parts)} micro-batch(es) with "
-                f"{self.count} samples; look at its members in the step function, which is called "
-                "on each micro-batch"
+                f"this rank's share of the batch is {len(self.parts)} micro-batches; look at its "
+                "members in the step function, which is called on each micro-batch"
             )
         return self._loop.to_device(self.parts[0].batch)
 
@@ -272,8 +272,9 @@ class Epoch(Results):
         if name in position.done or self._was_evaluating:
             return  # a resumed epoch is past it
         for step in loop.train(feed, loop.measures[name]):
-            yield Batch(loop, step)
-            loop.misuse.agree("the end of an iteration")
+            loop.batch = Batch(loop, step)
+            yield loop.batch
+            loop.end_iteration()
         self.values[name] = loop.measured(name)
         position.finish(name, self.values[name])
 

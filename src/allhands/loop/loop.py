@@ -17,7 +17,6 @@ from allhands.data import Feed, to_device
 from allhands.data.order import share_of
 from allhands.errors import UserError, kind_of
 from allhands.launch import handback, worker
-from allhands.loop.communication import Communication
 from allhands.loop.epoch import Batch, Epoch, Iteration
 from allhands.loop.history import new_history
 from allhands.loop.loggers import Loggers, prepare_logdir
@@ -27,7 +26,7 @@ from allhands.loop.model_groups import check_own_steps, group_settings, named, p
 from allhands.loop.optimizer_group import OptimizerGroup
 from allhands.loop.own_checkpoints import OwnCheckpoints
 from allhands.loop.passes import DataPasses
-from allhands.loop.passes_by_hand import step_by_hand
+from allhands.loop.passes_by_hand import PassesByHand
 from allhands.loop.reporter import ConsoleReporter, ForwardingReporter, Reporter
 from allhands.loop.reports import Reports
 from allhands.loop.settings import Data, LoopSettings
@@ -35,13 +34,12 @@ from allhands.loop.step_function import StepFunction, rows_of, values_in
 from allhands.loop.task import Objective, Task
 from allhands.loop.trainable import check_trainable
 from allhands.loop.workers import strategy_for
-from allhands.step.by_hand import StepByHand
 from allhands.step.modes import evaluation_mode
 from allhands.strategies import Strategy
 from allhands.world import current_world, finalize, init
 
 
-class Loop(Communication, Reports):
+class Loop(PassesByHand, Reports):
     """A training whose steps you write, exact on any number of workers.
 
     It runs in one process, and in each process that a launcher has started (``allhands launch``,
@@ -161,7 +159,7 @@ class Loop(Communication, Reports):
         self.registered: dict[str, tuple[Any, bool]] = {}
         self._functions: dict[tuple[Any, str], tuple[StepFunction, Objective]] = {}
         self._stepped: set[str] = set()
-        self._by_hand: StepByHand | None = None
+        self._begun = {}
         reporter: Reporter = ForwardingReporter(False)  # where `allhands.spawn` has started it
         if handback.arrived is None:
             reporter = ConsoleReporter(False)
@@ -243,9 +241,10 @@ class Loop(Communication, Reports):
                 else:
                     batches = self._own_iterations(position, number)
                 for batch in batches:
+                    self.batch = batch
                     step = Iteration(self, self.global_step + 1, batch)
                     yield step
-                    self.misuse.agree("the end of an iteration")
+                    self.end_iteration()
                     step.close()
                     if self.stop_reason is not None:
                         break
@@ -315,13 +314,14 @@ class Loop(Communication, Reports):
 
     def step(  # type: ignore[override]
         self,
-        fn: Callable[[Any], Any],
-        batch: Any,
+        fn: Callable[[Any], Any] | None = None,
+        batch: Any = None,
         optimizer: str | None = None,
         again: bool = False,
     ) -> None:
         """Call a step function on this rank's micro-batches, and take a step of the optimizer with
-        the gradient of the global batch.
+        the gradient of the global batch. Without a function, take the step of what `backward` has
+        added up.
 
         Args:
             fn: takes a micro-batch to its loss: one number, the mean over its samples; or ``(sum,
@@ -336,6 +336,9 @@ class Loop(Communication, Reports):
             UserError: what `fn` gave is no loss; a wrong name; a batch that was used already.
         """
         name = self._group_named(optimizer)
+        if fn is None:
+            self.end_by_hand(name)
+            return
         if not isinstance(batch, Batch):
             batch = Batch.of(self, batch)
         if name in batch.used and not again:
@@ -364,48 +367,6 @@ class Loop(Communication, Reports):
         if len(self.groups) == 1:
             return nullcontext()
         return group.alone([other for other in self.groups.values() if other is not group])
-
-    @contextmanager
-    def accumulating(self, optimizer: str | None = None) -> Iterator[None]:
-        """Within, call `backward` for each loss of one optimizer step, as often as this rank has
-        losses; on leaving, the step is taken with the gradients of all ranks. To be entered on
-        every rank.
-
-        Args:
-            optimizer: its name, where there are several.
-
-        Raises:
-            UserError: the strategy takes part in the passes (fsdp, kvstore, local_sgd).
-        """
-        name = self._group_named(optimizer)
-        self._stepped.add(name)
-        self.misuse.agree(f"loop.accumulating of '{name}'")
-        with step_by_hand(self, self.groups[name], partial(self._observe, name)) as take:
-            self._by_hand = take
-            try:
-                yield
-            finally:
-                self._by_hand = None
-        self.stepped(self.groups[name])
-
-    def backward(self, loss: torch.Tensor, count: float) -> None:
-        """Add the gradient of a loss, in `accumulating`.
-
-        Args:
-            loss: a tensor of shape []; the mean of `count` items.
-            count: samples, or whatever the loss is a mean of. The step's gradient is that of all
-                losses times their counts, divided by the counts of all ranks.
-
-        Raises:
-            UserError: outside of `accumulating`.
-        """
-        if self._by_hand is None:
-            raise UserError(
-                "loop.backward is for `with loop.accumulating():`, where gradients add up to those "
-                "of all ranks"
-            )
-        with self.misuse.within:
-            self._by_hand.backward(loss, count)
 
     def _function(self, fn: Any, name: str) -> tuple[StepFunction, Objective]:
         # A function that is made anew in each iteration has one code.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from allhands.checks import check_bare
 from allhands.comm import broadcast_tensors
 from allhands.errors import UserError, did_you_mean, kind_of
 from allhands.loop.settings import LoopSettings, check_model
@@ -59,6 +60,7 @@ def group_settings(
             raise UserError(f"models has the name {name!r}; write one like a variable's")
     parts: dict[str, LoopSettings] = {}
     for name, optimizer in optimizers.items():
+        check_bare(f"optimizer {name!r}" if several else "optimizer", optimizer)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise UserError(
                 f"optimizer {name!r} is {kind_of(optimizer)}; pass a torch.optim optimizer over "

@@ -2,53 +2,179 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 
 from allhands.errors import UserError
+from allhands.loop.communication import Communication
+from allhands.loop.misuse import Misuse
+from allhands.loop.optimizer_group import OptimizerGroup
 from allhands.loop.task import Objective
 from allhands.step import LossRule
 from allhands.step.by_hand import StepByHand
 from allhands.step.closure import takes_closure
 
-if TYPE_CHECKING:
-    from allhands.loop.loop import Loop
-    from allhands.loop.optimizer_group import OptimizerGroup
 
+class PassesByHand(Communication):
+    """The part of `allhands.Loop` in which the user calls the backward passes."""
 
-@contextmanager
-def step_by_hand(loop: Loop, group: OptimizerGroup, observe: Any) -> Iterator[StepByHand]:
-    """Within, backward passes add up; on leaving, the optimizer takes its step.
+    groups: dict[str, OptimizerGroup]
+    misuse: Misuse
+    # The step of `accumulating`, and by optimizer those that `backward` has begun without it.
+    _by_hand: StepByHand | None = None
+    _begun: dict[str, StepByHand]
+    _stepped: set[str]
+    _group_named: Callable[[str | None], str]
+    _observe: Callable[..., None]
+    alone: Callable[[OptimizerGroup], AbstractContextManager[None]]
+    stepped: Callable[[OptimizerGroup], None]
 
-    Raises:
-        UserError: the strategy or the optimizer cannot.
-    """
-    strategy = group.strategy
-    if strategy.level or strategy.alone or strategy.takes_step or takes_closure(group.optimizer):
-        what = (
-            type(group.optimizer).__name__
-            if takes_closure(group.optimizer)
-            else f"strategy '{strategy.name}'"
-        )
-        raise UserError(
-            f"loop.accumulating with {what}, which takes part in the passes; write the loss as a "
-            "function and call loop.step"
-        )
-    if group.captured is not None:
-        raise UserError("loop.accumulating is not captured; write Loop(step='eager')")
-    rule = LossRule(_called_by_the_user)
-    rule.pairs, rule.check = True, None
-    take = group.step_for(Objective(None, rule, lambda _: None, lambda: observe), StepByHand)
-    assert isinstance(take, StepByHand)
-    take.before_first_update = None
-    with loop.alone(group):
-        take.begin()
-        yield take
-        with loop.misuse.within:
+    @contextmanager
+    def accumulating(self, optimizer: str | None = None) -> Iterator[None]:
+        """Within, call `backward` for each loss of one optimizer step, as often as this rank has
+        losses; on leaving, the step is taken with the gradients of all ranks. To be entered on
+        every rank.
+
+        Args:
+            optimizer: its name, where there are several.
+
+        Raises:
+            UserError: the strategy takes part in the passes (fsdp, kvstore, local_sgd).
+        """
+        name = self._group_named(optimizer)
+        group = self.groups[name]
+        take = self._step_by_hand(name, "loop.accumulating")
+        self.misuse.agree(f"loop.accumulating of '{name}'")
+        with self.alone(group):
+            take.begin()
+            self._by_hand = take
+            try:
+                with group.precision.autocast():
+                    yield
+            finally:
+                self._by_hand = None
+            with self.misuse.within:
+                take.end()
+        self._take(name)
+
+    def backward(
+        self, loss: torch.Tensor, count: float | None = None, optimizer: str | None = None
+    ) -> None:
+        """Add the gradient of a loss to the step that `step` takes, or `accumulating` on its end.
+
+        Args:
+            loss: a tensor of shape []; the mean of `count` items.
+            count: samples, or whatever the loss is a mean of. None: the samples of the batch of
+                this iteration. In `accumulating`, the step's gradient is that of all losses times
+                their counts, divided by the counts of all ranks. Before `step`, it is that of the
+                sum of the losses, each of them the mean over the counts of all ranks; every rank
+                makes the same calls.
+            optimizer: its name, where there are several; `accumulating` has been told.
+
+        Raises:
+            UserError: no `count` where it is not known; the strategy takes part in the passes; a
+                `precision` for which the forward pass has to be in `accumulating`.
+        """
+        if self._by_hand is not None:
+            if count is None:
+                raise UserError(
+                    "loop.backward(loss) in loop.accumulating: write the number of samples that "
+                    "the loss is a mean of, loop.backward(loss, count=len(x))"
+                )
+            with self.misuse.within:
+                self._by_hand.backward(loss, count)
+            return
+        name = self._group_named(optimizer)
+        count, total = self._counted(count)
+        self.misuse.agree(f"loop.backward of '{name}'")
+        take = self._begun.get(name)
+        if take is None:
+            take = self._step_by_hand(name, "loop.backward")
+            if self.groups[name].precision.name != "fp32":
+                raise UserError(
+                    f"loop.backward with precision='{self.groups[name].precision.name}' comes "
+                    "after the forward pass; write `with loop.accumulating():` around both, or "
+                    "leave precision out and write torch.autocast yourself"
+                )
+            take.begin()
+            self._begun[name] = take
+        with self.misuse.within, ExitStack() as stack:
+            for group in self.groups.values():
+                stack.enter_context(group.exchange.no_exchange())
+            take.add(loss, count, total)
+
+    def _counted(self, count: float | None) -> tuple[float, float]:
+        """Of a loss: what this rank's share of it is a mean of, and that of all ranks."""
+        if count is not None:
+            return count, float(self.mean(count)) * self.world.world_size
+        if self.batch is None or len(self.batch.parts) != 1:
+            raise UserError(
+                "loop.backward(loss) does not know what the loss is a mean of; write the number of "
+                "samples, loop.backward(loss, count=len(x))"
+            )
+        return self.batch.count, self.batch.total
+
+    def end_by_hand(self, name: str) -> None:
+        """Take the step that `backward` has begun."""
+        take = self._begun.pop(name, None)
+        if take is None:
+            raise UserError(
+                "loop.step() takes the step of what loop.backward has added up, and it was not "
+                "called; call loop.backward(loss), or loop.step(loss_of, batch)"
+            )
+        self.misuse.agree(f"loop.step of '{name}'")
+        with self.misuse.within:
             take.end()
+        self._take(name)
+
+    def end_iteration(self) -> None:
+        """The body of an iteration is through.
+
+        Raises:
+            UserError: the ranks are not at the same place, or a step was begun and not taken.
+        """
+        if self._begun:
+            raise UserError(
+                "loop.backward was called without loop.step() after it; for a step of several "
+                "batches write Loop(accumulate=…) and `with loop.accumulating():`"
+            )
+        self.misuse.agree("the end of an iteration")
+
+    def _take(self, name: str) -> None:
+        self._stepped.add(name)
+        self.stepped(self.groups[name])
+
+    def _step_by_hand(self, name: str, call: str) -> StepByHand:
+        group = self.groups[name]
+        strategy = group.strategy
+        if (
+            strategy.level
+            or strategy.alone
+            or strategy.takes_step
+            or takes_closure(group.optimizer)
+        ):
+            what = (
+                type(group.optimizer).__name__
+                if takes_closure(group.optimizer)
+                else f"strategy '{strategy.name}'"
+            )
+            raise UserError(
+                f"{call} with {what}, which takes part in the passes; write the loss as a function "
+                "and call loop.step"
+            )
+        if group.captured is not None:
+            raise UserError(f"{call} is not captured; write Loop(step='eager')")
+        rule = LossRule(_called_by_the_user)
+        rule.pairs, rule.check = True, None
+        observe = partial(self._observe, name)
+        take = group.step_for(Objective(None, rule, lambda _: None, lambda: observe), StepByHand)
+        assert isinstance(take, StepByHand)
+        take.before_first_update = None
+        return take
 
 
 def _called_by_the_user(output: Any, target: Any) -> torch.Tensor:

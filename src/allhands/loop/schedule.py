@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import lr_scheduler
 
+from allhands.checks import check_bare
 from allhands.errors import UserError
 
 _EACH_STEP = (lr_scheduler.OneCycleLR, lr_scheduler.CyclicLR)
@@ -34,6 +35,7 @@ class Schedule:
             scheduler, period = scheduler
             if period not in ("step", "epoch"):
                 raise UserError(f"scheduler=(…, {period!r}): the period must be 'step' or 'epoch'")
+        check_bare("scheduler", scheduler)
         if scheduler is not None and not callable(getattr(scheduler, "step", None)):
             raise UserError(
                 f"scheduler is a {type(scheduler).__name__} without a step() method; pass a "

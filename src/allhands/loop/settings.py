@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from allhands.checks import check_choice, check_whole, is_number
+from allhands.checks import check_bare, check_choice, check_whole, is_number
 from allhands.comm.clipping import check_clip_norm
 from allhands.data import Source, sources_from_datasets, sources_from_loaders
 from allhands.errors import UserError, kind_of
@@ -144,6 +144,7 @@ class LoopSettings:
             )
 
     def _check_optimizer(self) -> None:
+        check_bare("optimizer", self.optimizer)
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise UserError(
                 f"optimizer is {kind_of(self.optimizer)}; pass a torch.optim optimizer over "
@@ -183,10 +184,11 @@ class LoopSettings:
 
 def check_model(model: Any) -> None:
     """Raise `UserError` unless it is a module that can be trained or called."""
+    check_bare("model", model)
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         raise UserError(
-            f"the model is wrapped in {type(model).__name__} already; pass the bare model "
-            "(model.module) and say how to distribute it with distributed=…"
+            f"the model is wrapped in {type(model).__name__} already; pass the bare model, "
+            "model.module: the strategy says how it is distributed"
         )
     if not isinstance(model, nn.Module):
         raise UserError(f"model is {kind_of(model)}; pass a torch.nn.Module")

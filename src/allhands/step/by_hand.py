@@ -9,12 +9,8 @@ from allhands.step.optimizer_step import OptimizerStep
 
 
 class StepByHand(OptimizerStep):
-    """An `OptimizerStep` in three parts: `begin`, `backward` as often as this rank has losses, and
-    `end`.
-
-    The gradients are those of the sum of all losses, each times its count, divided by the sum of
-    all counts over all ranks.
-    """
+    """An `OptimizerStep` in parts: `begin`; `backward`, or `add`, as often as this rank has losses;
+    and `end`."""
 
     def begin(self) -> None:
         """The gradients of the step are added up from here on."""
@@ -22,30 +18,52 @@ class StepByHand(OptimizerStep):
             parameter.grad = None
         self._items, self._failed = 0.0, None
         self.pairs = True
+        self._sum: torch.Tensor | None = None  # of the losses that were added
+        self._count = 0.0
 
     def backward(self, loss: torch.Tensor, count: float) -> None:
-        """Add the gradients of a loss that is the mean of `count` items."""
+        """Add the gradients of a loss that is the mean of `count` items. Those of the step are of
+        the sum of all losses, each times its count, divided by the sum of all counts over all
+        ranks."""
+        if self._is_finite(loss, count):
+            self._items = self._items + float(count)
+            self._run(loss * (self.scale * count))
+
+    def add(self, loss: torch.Tensor, count: float, total: float) -> None:
+        """Add the gradients of a loss that is the mean of `count` items, of `total` over all ranks.
+        Those of the step are of the sum of the losses, each the mean of its `total` items."""
+        if count:
+            value = loss.detach()
+            self._sum, self._count = value if self._sum is None else self._sum + value, count
+        self._run(loss * (self.scale * count / total))
+
+    def _run(self, loss: torch.Tensor) -> None:
+        with self.exchange.no_exchange():
+            (
+                loss if self.precision.scaler is None else self.precision.scaler.scale(loss)
+            ).backward()
+
+    def _is_finite(self, loss: torch.Tensor, count: float) -> bool:
+        """Report a loss; False where it is not finite, which ends the step on all ranks."""
         try:
             self.observe(loss, count, loss, count, count)
         except NonFiniteLossError as error:
             if not self.several:
                 raise
             self._failed = error
-            return
-        self._items = self._items + float(count)
-        loss = loss * (self.scale * count)
-        with self.exchange.no_exchange():
-            (
-                loss if self.precision.scaler is None else self.precision.scaler.scale(loss)
-            ).backward()
+            return False
+        return True
 
     def end(self) -> None:
         """Exchange, divide, clip, and take the optimizer's step."""
+        if self._sum is not None:
+            self._is_finite(self._sum, self._count)
         if self.several:
             if self._failed is not None:
                 self._spoil(float("nan"))
             self.exchange.complete(True, self._failed is not None)
             if self.world.device.type == "cpu":
                 self._stop_together(self._failed)
-        self._divide(1.0)
+        if self._items:
+            self._divide(1.0)
         self._update()
