@@ -179,6 +179,8 @@ def test_compress_is_one_word_for_all_strategies(strategy):
         ("check=true", 3 * 3),
         ("overfit=true", 2 * 1),
         ("scheduler.total_steps=77", 77),
+        ("max_steps=50", 50),
+        ("max_steps=1000", 2 * 30),
     ],
 )
 def test_the_length_of_a_training_is_filled_in(override, steps):
@@ -193,6 +195,16 @@ def test_the_length_of_a_training_is_filled_in(override, steps):
     made, period = built(scheduler_of, *fixed, override)
     assert made.total_steps == steps
     assert period == ("epoch" if override == "scheduler.period=epoch" else "step")
+
+
+def test_the_length_of_a_training_by_steps_is_filled_in():
+    given = ("data.batch_size=16", "workers=3", "device=cpu", "max_steps=70")
+    by_epoch = built(scheduler_of, *given, "scheduler=CosineAnnealingLR")
+    assert by_epoch[0].T_max == 3  # 30 steps an epoch
+    by_step = ("scheduler=CosineAnnealingLR", "scheduler.period=step")
+    assert built(scheduler_of, *given, *by_step)[0].T_max == 70
+    shorter = ("steps_per_epoch=7", "scheduler=CosineAnnealingLR")
+    assert built(scheduler_of, *given, *shorter)[0].T_max == 10
 
 
 def test_schedulers():
@@ -259,6 +271,8 @@ def test_federated_training_goes_by_rounds():
     said = refused(run_objects.train, *FEDERATED, "num_epochs=3")
     assert "command line, num_epochs=3" in said
     assert "strategy.rounds" in said
+    said = refused(run_objects.train, *FEDERATED, "max_steps=3")
+    assert "max_steps=3 with distributed=Federated(…)" in said
     made, period = built(
         scheduler_of, *FEDERATED, "strategy.rounds=7", "scheduler=OneCycleLR", "scheduler.max_lr=1"
     )

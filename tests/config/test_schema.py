@@ -13,7 +13,7 @@ from allhands.config import RunConfig, schema
 
 KEYS = {
     "RunConfig": "data model criterion optimizer scheduler metrics strategy mesh workers device "
-    "num_epochs steps_per_epoch "
+    "num_epochs max_steps steps_per_epoch evaluate_every "
     "seed accumulate clip_norm precision step activation_checkpointing logdir resume valid_loader "
     "main_metric minimize_metric "
     "load_best_on_end early_stopping verbose check overfit log_every save_every save_minutes "
@@ -82,3 +82,17 @@ def test_defaults_of_train_are_defaults_of_a_run_file():
 def test_config_needs_no_torch():
     code = "import sys, allhands.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_steps_take_the_place_of_the_epochs_that_nobody_wrote():
+    def bounds(**given):
+        config = RunConfig.model_validate(given)
+        return config.num_epochs, config.max_steps
+
+    assert bounds() == (10, None)
+    assert bounds(num_epochs=None) == (10, None)
+    assert bounds(max_steps=500) == (None, 500)
+    assert bounds(max_steps=500, num_epochs=None) == (None, 500)
+    assert bounds(max_steps=500, num_epochs=3) == (3, 500)
+    stored = RunConfig.model_validate({"max_steps": 500}).model_dump()
+    assert RunConfig.model_validate(stored).num_epochs is None

@@ -7,10 +7,13 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from allhands.errors import UserError
+from allhands.verify.runs import Runs
 from tests.timeouts import patience
 from tests.verify.problems import network, verified
 
@@ -64,3 +67,34 @@ def test_what_cannot_be_sent_to_workers_is_named() -> None:
     model.lock = threading.Lock()
     with pytest.raises(UserError, match=r"model.*lock"):
         verified(model=model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rates"),
+    [
+        ({"steps_per_epoch": 2}, [1.0, 1.0, 0.5, 0.5, 0.25, 0.25]),
+        ({"evaluate_every": 3, "plateau": True}, [1.0, 1.0, 1.0, 0.5, 0.5, 0.5]),
+    ],
+)
+def test_schedules_step_as_in_the_training(
+    changes: dict[str, Any], rates: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    if changes.pop("plateau", False):
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(
+            optimizer, mode="max", factor=0.5, patience=0, threshold=1e9
+        )
+        schedule.best = 1e9
+    found: list[list[float]] = []
+    alone = Runs.alone
+
+    def spied(self: Runs, *given: Any, **options: Any) -> Any:
+        trace = alone(self, *given, **options)
+        found.append([step["rates"][0] for step in trace.steps])
+        return trace
+
+    monkeypatch.setattr(Runs, "alone", spied)
+    assert verified(model=model, optimizer=optimizer, scheduler=schedule, **changes).ok
+    assert found[0] == rates

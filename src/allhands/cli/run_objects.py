@@ -4,6 +4,7 @@ with itself."""
 from __future__ import annotations
 
 import inspect
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from allhands.config import RunFile
 from allhands.data import catalogue, derive_seed, seed_everything
 from allhands.federated.sites.definition import Definition
 from allhands.federated.strategy import Federated
+from allhands.loop.schedule import length_of_training
 from allhands.loop.workers import plan
 from allhands.runner import Callback, EarlyStopping, SupervisedRunner
 from allhands.step import MuonAdamW
@@ -75,10 +77,8 @@ def train(
         strategy = located(run_file, ("strategy",), lambda: across(federated))
     objects = _objects(run_file, lambda: _shares(strategy, given.workers, given.device))
     # The stored run.yml has every default, and is read back.
-    if (
-        isinstance(strategy, Federated)
-        and given.num_epochs != type(given).model_fields["num_epochs"].default
-    ):
+    unset = (None, type(given).model_fields["num_epochs"].default)
+    if isinstance(strategy, Federated) and given.num_epochs not in unset:
         raise run_file.error(
             ("num_epochs",),
             "federated training goes by rounds; remove it, and write strategy.rounds: …",
@@ -100,8 +100,10 @@ def train(
         metrics=given.metrics,
         callbacks=callbacks,
         logdir=given.logdir,
-        num_epochs=1 if isinstance(strategy, Federated) else given.num_epochs,
+        num_epochs=None if isinstance(strategy, Federated) else given.num_epochs,
+        max_steps=given.max_steps,
         steps_per_epoch=given.steps_per_epoch,
+        evaluate_every=given.evaluate_every,
         valid_loader=given.valid_loader,
         main_metric=main_metric,
         minimize_metric=minimize,
@@ -200,6 +202,8 @@ def verify(
         strategies=[own if name == own.name else strategy_named(name) for name in names],
         workers=list(workers),
         steps=steps if entry is None else min(steps, _length(run_file, "step", entry, fewest)),
+        steps_per_epoch=given.steps_per_epoch,
+        evaluate_every=given.evaluate_every,
         **_objects(run_file, lambda: fewest),
     )
     return found
@@ -420,22 +424,23 @@ def _length(run_file: RunFile, period: str, entry: catalogue.Entry | None, worke
         )
         return rounds
     epochs = 3 if given.check else given.num_epochs
-    if period == "epoch":
-        return epochs
-    limit = 1 if given.overfit else 3 if given.check else None
-    if given.steps_per_epoch is not None:
-        return epochs * min(given.steps_per_epoch, limit or given.steps_per_epoch)
-    if entry is None:
+    limit = 1 if given.overfit else 3 if given.check else math.inf
+    whole = given.steps_per_epoch
+    if whole is None and entry is not None:
+        samples = min(entry.sizes["train"], given.data.limit or entry.sizes["train"])
+        batch = given.data.batch_size * workers * given.accumulate
+        whole = max(1, samples // batch if given.data.drop_last else -(-samples // batch))
+    whole = None if whole is None else int(min(whole, limit))
+    steps, epochs = length_of_training(whole, epochs, given.max_steps)
+    length = steps if period == "step" else epochs
+    if length is None:
+        instead = "epoch" if period == "step" and given.max_steps is None else "step"
         raise run_file.error(
             ("data", "name"),
             "how many samples a function makes is known when it is called, and the length of "
-            "the training too; write scheduler.total_steps (or T_max), or period: epoch",
+            f"the training too; write scheduler.total_steps (or T_max), or period: {instead}",
         )
-    samples = entry.sizes["train"]
-    samples = min(samples, given.data.limit or samples)
-    batch = given.data.batch_size * workers * given.accumulate
-    steps = max(1, samples // batch if given.data.drop_last else -(-samples // batch))
-    return epochs * min(steps, limit or steps)
+    return length
 
 
 def _is_federated(run_file: RunFile) -> bool:

@@ -153,6 +153,15 @@ class EarlyStopping(Section):
 class RunConfig(Section):
     """A whole run."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _epochs_or_steps(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or value.get("num_epochs") is not None:
+            return value
+        if value.get("max_steps") is not None:
+            return {**value, "num_epochs": None}
+        return {key: item for key, item in value.items() if key != "num_epochs"}
+
     data: Data = Data()
     model: Model = Model()
     criterion: Criterion = Criterion()
@@ -174,13 +183,25 @@ class RunConfig(Section):
     device: Literal["cpu", "cuda"] | None = Field(
         default=None, description="null takes GPUs where there are some"
     )
-    num_epochs: Count = Field(
-        default=10, description="epochs in all, those of a resumed checkpoint included"
+    num_epochs: Count | None = Field(
+        default=10,
+        description="epochs in all, those of a resumed checkpoint included; null: 10, or no bound "
+        "where max_steps is given",
+    )
+    max_steps: Count | None = Field(
+        default=None,
+        description="optimizer steps in all; with num_epochs too, whichever comes first ends the "
+        "training",
     )
     steps_per_epoch: Count | None = Field(
         default=None,
         description="optimizer steps of an epoch; the next goes on in the data; null: one pass "
         "over the data",
+    )
+    evaluate_every: Count | None = Field(
+        default=None,
+        description="optimizer steps between two evaluations, each with a row and a checkpoint; "
+        "null: at the end of each epoch",
     )
     seed: Whole = Field(
         default=42,

@@ -193,6 +193,7 @@ class RoundLoop(Lifecycle):
         history.setdefault("lr", []).append(rates[0])
         improved = measured and self._update_best(values)
         if measured:
+            run_hooks(self.settings.callbacks, "on_row_end", self)
             run_hooks(self.settings.callbacks, "on_epoch_end", self)
         if self.schedule.scheduler is not None and (measured or not self.schedule.needs_metric):
             self.schedule.step(self._main(values))

@@ -190,6 +190,16 @@ class Federated(Strategy):
     def check_settings(self, settings: Any) -> None:
         for name, kept, instead in (
             (
+                "max_steps",
+                None,
+                "training goes by rounds: leave it out, and write Federated(rounds=…)",
+            ),
+            (
+                "evaluate_every",
+                None,
+                "training goes by rounds: leave it out, and write Federated(evaluate_every=…)",
+            ),
+            (
                 "num_epochs",
                 1,
                 "training goes by rounds: leave it out, and write "

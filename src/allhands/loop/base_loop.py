@@ -13,12 +13,21 @@ import torch
 from torch import nn
 
 from allhands.comm import calls
-from allhands.data import CountedRows, Feed, build_feeds, derive_seed, seed_everything
+from allhands.data import (
+    CountedRows,
+    Feed,
+    build_feeds,
+    derive_seed,
+    preserved_generators,
+    seed_everything,
+)
 from allhands.errors import UserError
 from allhands.loop import peak
 from allhands.loop.announce import announce
 from allhands.loop.compiling import compiling
-from allhands.loop.lifecycle import Lifecycle
+from allhands.loop.generators import generator_states
+from allhands.loop.grouped import GroupedLoop
+from allhands.loop.history import Values
 from allhands.loop.logged import Logged
 from allhands.loop.loop_checkpoints import LoopCheckpoints
 from allhands.loop.loss_mean import LossMean
@@ -27,17 +36,14 @@ from allhands.loop.passes import DataPasses
 from allhands.loop.position import Position
 from allhands.loop.recomputing import recomputing
 from allhands.loop.reporter import Reporter
-from allhands.loop.schedule import Schedule, learning_rates
+from allhands.loop.schedule import learning_rates, length_of_training
 from allhands.loop.settings import LoopSettings, check_sync_batch_norm
 from allhands.loop.task import Objective, Task
 from allhands.step import OptimizerStep, Precision
-from allhands.step.exchange import Exchange, Placement
-from allhands.strategies import Strategy
-from allhands.strategies.model_state import ModelState
 from allhands.world import World
 
 
-class BaseLoop(Lifecycle):
+class BaseLoop(GroupedLoop):
     """A training whose steps somebody else writes: the data's shares, exact optimizer steps,
     checkpoints, and what all ranks decide together.
 
@@ -45,12 +51,11 @@ class BaseLoop(Lifecycle):
         settings, world, reporter: see `Lifecycle`.
         task: what is known of the steps.
         checkpoints: makes the checkpoints.
-        epochs: in all, those of a resumed checkpoint included.
+        epochs: in all, those of a resumed checkpoint included; None: until the last step.
 
     Attributes:
         feeds: this rank's view of each loader, by name.
         trained: those that are trained on.
-        groups: what is exchanged and updated together, by name.
         measure: the losses of the loader that is trained on; None between two loaders.
         logged: further means of that loader.
         passes: how far the data was read, where epochs have a length of their own; else None.
@@ -68,14 +73,19 @@ class BaseLoop(Lifecycle):
         reporter: Reporter,
         task: Task,
         checkpoints: Callable[[Any], LoopCheckpoints] = LoopCheckpoints,
-        epochs: int = 0,
+        epochs: int | None = 0,
     ) -> None:
         self.task, self.num_epochs = task, epochs
         self.settings, self.world = settings, world
         self.measure: LossMean | None = None
-        self.passes = (
-            None if settings.steps_per_epoch is None or settings.same_epoch else DataPasses()
+        #: Evaluates between two steps, where that is due; `generators` are those of the training
+        #: meanwhile.
+        self.evaluate_between: Callable[[], None] | None = None
+        self.generators: dict[str, torch.Tensor] | None = None
+        by_steps = settings.steps_per_epoch is not None or (
+            settings.max_steps is not None and settings.limit is None
         )
+        self.passes = DataPasses() if by_steps and not settings.same_epoch else None
         strategy = settings.strategy
         strategy.check(world)
         check_sync_batch_norm(settings.model, world)
@@ -89,6 +99,7 @@ class BaseLoop(Lifecycle):
             strategy.level or self.level,
         )
         self.trained = [feed for name, feed in self.feeds.items() if name.startswith("train")]
+        settings.check_one_loader([feed.name for feed in self.trained])
         self.groups = {
             name: OptimizerGroup(part, world, task, self._try_on, reporter.line)
             for name, part in self.parts(settings).items()
@@ -107,6 +118,7 @@ class BaseLoop(Lifecycle):
         self.losses: list[Any] = []
         self._steps: dict[tuple[int, str], OptimizerStep] = {}
         self._resumed, self._started = False, 0.0
+        self._saved = -1  # the step at which an evaluation between two steps was saved
         # The loader, samples and rows of a batch that no step was taken with.
         self._open: tuple[Feed, int, CountedRows | None] | None = None
         super().__init__(settings, world, reporter, checkpoints)
@@ -121,57 +133,6 @@ class BaseLoop(Lifecycle):
     def parts(self, settings: LoopSettings) -> dict[str, LoopSettings]:
         """The settings of each optimizer group, by name."""
         return {"model": settings}
-
-    # ------------------------------------------------------------------ the one group
-
-    @property
-    def _group(self) -> OptimizerGroup:
-        return self.groups[self._first]
-
-    @property
-    def strategy(self) -> Strategy:
-        """What the workers exchange; where there are several groups, of the first."""
-        return self._group.strategy
-
-    @property
-    def placement(self) -> Placement:
-        """How the model lies on the ranks; where there are several groups, of the first."""
-        return self._group.placement
-
-    @property
-    def exchange(self) -> Exchange:
-        """What travels in a step; where there are several groups, of the first."""
-        return self._group.exchange
-
-    @property
-    def state(self) -> ModelState:
-        """The plain model and optimizer; where there are several groups, of the first."""
-        return self._group.state
-
-    @property
-    def model(self) -> nn.Module:
-        """The module whose parameters are trained."""
-        return self._group.model
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer; where there are several, the first."""
-        return self._group.optimizer
-
-    @property
-    def called(self) -> nn.Module:
-        """The module to call in a step."""
-        return self._group.called
-
-    @property
-    def precision(self) -> Precision:
-        """The number format of forward passes."""
-        return self._group.precision
-
-    @property
-    def schedule(self) -> Schedule:
-        """The learning-rate schedule of the first optimizer."""
-        return self._group.schedule
 
     # ------------------------------------------------------------------ begin and end
 
@@ -198,9 +159,10 @@ class BaseLoop(Lifecycle):
         if settings.limit or settings.cut_short or not self.trained:
             return ""  # a trial, which is shorter than the training
         lengths = [self.steps_of_epoch(feed) for feed in self.trained]
-        steps = None if None in lengths else self.num_epochs * sum(lengths)  # type: ignore[arg-type]
+        whole = None if None in lengths else sum(lengths)  # type: ignore[arg-type]
+        steps, epochs = length_of_training(whole, self.num_epochs, settings.max_steps)
         notes = [
-            group.schedule.check_length(steps, self.num_epochs, self.global_step, self.epoch)
+            group.schedule.check_length(steps, epochs, self.global_step, self.epoch)
             for group in self.groups.values()
         ]
         return "\n".join(filter(None, notes))
@@ -246,8 +208,10 @@ class BaseLoop(Lifecycle):
         Raises:
             TrainingStopped: the training ends within an epoch.
         """
-        while self.epoch < self.num_epochs and not self.ended:
+        while self.num_epochs is None or self.epoch < self.num_epochs:
             if self.position is None:
+                if self.ended:
+                    break
                 self.position = Position(rates=learning_rates(self.optimizer))
                 # Dropout in this process: other draws in each epoch and on each rank, repeated
                 # when the run is.
@@ -256,35 +220,46 @@ class BaseLoop(Lifecycle):
             yield self.position
 
     @property
+    def ended(self) -> bool:
+        return super().ended or self._left_of(self.settings.max_steps) == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no epoch follows, after the one that runs, if any."""
+        epochs = self.epoch + (self.position is not None)
+        return self.ended or (self.num_epochs is not None and epochs >= self.num_epochs)
+
+    def _left_of(self, most: int | None, done: int | None = None) -> int | None:
+        """What is left of `most` iterations; None where there is no such bound."""
+        return None if most is None else max(0, most - (self.global_step if done is None else done))
+
+    @property
     def seconds(self) -> float:
         """How long the epoch has taken so far, without what lies between an interruption and its
         resumption."""
         return time.perf_counter() - self._started
 
-    def save(self) -> None:
+    def save(self, values: Values | None = None, best: bool = False) -> None:
         assert self.position is not None
+        if values is not None:
+            self._saved = self.global_step
+        elif self._saved == self.global_step:
+            return  # it was saved as it was evaluated
         self.position.seconds = self.seconds
-        super().save()
+        super().save(values, best)
 
     def end_epoch(self) -> None:
         """The epoch is trained and evaluated."""
         self.epoch += 1
         self.position, self._resumed = None, False
 
-    def save_epoch(
-        self, metric: float, values: dict[str, dict[str, float]], best: bool = False
-    ) -> None:
-        """After `end_epoch`: let schedules advance, save a checkpoint, and ask the other ranks
-        whether to go on.
+    def save_epoch(self, values: Values, best: bool = False) -> None:
+        """After `end_epoch`: save a checkpoint, and ask the other ranks whether to go on.
 
         Args:
-            metric: what a ReduceLROnPlateau looks at.
             values: the epoch's metrics by loader, for the checkpoint's summary.
             best: whether they are the best so far.
         """
-        for group in self.groups.values():
-            if group.schedule.each_epoch:
-                group.schedule.step(metric)
         if self.settings.logdir is not None:
             self.checkpoints.save(None, best, values)
             self.agreement.saved()
@@ -320,8 +295,11 @@ class BaseLoop(Lifecycle):
         position = self.position
         assert position is not None
         self.measure = measure
-        measure.start(f"{self.unit} {self.epoch + 1}")
-        self.logged.start()
+        if self.settings.evaluate_every is None:
+            measure.start(f"{self.unit} {self.epoch + 1}")
+            self.logged.start()
+        else:  # the means are those since the last evaluation
+            measure.where = f"{self.unit} {self.epoch + 1}"
         self._steps.clear()
         for group in self.groups.values():
             group.train()
@@ -332,9 +310,18 @@ class BaseLoop(Lifecycle):
     def due(self, iterations: Iterator[Any]) -> Iterator[Any]:
         """The same iterations, with what is due between two of them."""
         check_every, save_every = self.strategy.check_weights_every, self.settings.save_every or 0
+        evaluate_every = self.settings.evaluate_every or 0
         step = self.global_step
         next_check = step + check_every if check_every else math.inf
         next_save = (step // save_every + 1) * save_every if save_every else math.inf
+        next_evaluation = (
+            (step // evaluate_every + 1) * evaluate_every if evaluate_every else math.inf
+        )
+        assert self.position is not None
+        if self.position.evaluating_between:  # a resumed evaluation
+            self._evaluate_between()
+            if self._stop_now:
+                self.after_iteration()
         for iteration in iterations:
             yield iteration
             step = self.global_step
@@ -343,12 +330,26 @@ class BaseLoop(Lifecycle):
                 calls.note("comparing weights")
                 for group in self.groups.values():
                     group.exchange.check_equal(f"at step {step}")
+            if step >= next_evaluation:
+                next_evaluation = step + evaluate_every
+                self._evaluate_between()
             if step >= next_save:
                 next_save = step + save_every
                 self.check_finite()
                 self.save()
             if self._stop_now or step + self.evaluated >= self.agreement.next:
                 self.after_iteration()
+
+    def _evaluate_between(self) -> None:
+        """Evaluate between two steps; a checkpoint that is due meanwhile goes on here."""
+        assert self.position is not None
+        assert self.evaluate_between is not None
+        self.check_finite()
+        self.position.evaluating_between = True
+        self.generators = generator_states()
+        with preserved_generators(), self.equal_between_steps():
+            self.evaluate_between()
+        self.generators = None
 
     def step(self, objective: Objective, batch: Any, group: str | None = None) -> None:
         """Forward and backward passes, exchange, clipping, and the optimizer's update.
@@ -395,13 +396,6 @@ class BaseLoop(Lifecycle):
         if self.passes is not None:
             self.passes.took(feed, samples)
 
-    def look(self) -> None:
-        """Code of the user's has run between two steps: forget captured steps that it has
-        changed."""
-        for group in self.groups.values():
-            if group.captured is not None:
-                group.captured.look()
-
     def end_steps(self) -> None:
         """The loaders of the epoch that are trained on are through: what is evaluated and saved is
         equal on all ranks."""
@@ -433,18 +427,24 @@ class BaseLoop(Lifecycle):
             steps = feed.epoch(epoch, skip)
             return self._rows[feed.name](steps) if feed.name in self._rows else steps
 
-        if self.passes is not None:
-            number = self.steps_of_epoch(feed)
-            assert number is not None
-            steps = self.passes.steps(feed, steps_of, max(0, number - position.steps))
-        else:
+        if self.passes is None:
             steps = steps_of(0 if settings.same_epoch else self.epoch, position.samples)
-            if settings.limit:
-                steps = itertools.islice(steps, max(0, settings.limit - position.steps))
+        elif settings.steps_per_epoch is None:
+            steps = self.passes.rest(feed, steps_of, bool(position.samples))
+        else:
+            steps = self.passes.steps(feed, steps_of)
+        bounds = [
+            self._left_of(settings.max_steps),
+            self._left_of(settings.steps_per_epoch, position.steps) if self.passes else None,
+            self._left_of(settings.limit, position.steps),
+        ]
+        left = min((bound for bound in bounds if bound is not None), default=None)
+        if left is not None:
+            steps = itertools.islice(steps, left)
         return steps if self.profile is None else self.profile.reading(steps)
 
     def steps_of_epoch(self, feed: Feed) -> int | None:
         """Iterations of an epoch with a loader that is trained on; None when only reading tells."""
         settings = self.settings
-        steps = feed.num_steps if self.passes is None else settings.steps_per_epoch
+        steps = (self.passes and settings.steps_per_epoch) or feed.num_steps
         return min(steps, settings.limit) if settings.limit and steps else steps

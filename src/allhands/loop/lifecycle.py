@@ -15,6 +15,7 @@ from allhands.data import preserved_generators
 from allhands.launch import handback
 from allhands.loop.agreement import SIGNALS, Agreement, requeue_if_asked
 from allhands.loop.checkpoints import Checkpoints
+from allhands.loop.history import Values
 from allhands.loop.position import Position
 from allhands.loop.reporter import Reporter
 from allhands.loop.settings import LoopSettings
@@ -188,10 +189,15 @@ class Lifecycle:
         """Whether no further epoch begins."""
         return self.stop_reason is not None or bool(self.signal)
 
-    def save(self) -> None:
-        """Save a checkpoint in the middle of an epoch, after the steps of the current iteration."""
+    def save(self, values: Values | None = None, best: bool = False) -> None:
+        """Save a checkpoint in the middle of an epoch, after the steps of the current iteration.
+
+        Args:
+            values: metrics by loader, for the checkpoint's summary.
+            best: whether they are the best so far.
+        """
         calls.note(("saving a checkpoint after optimizer step", self.global_step))
-        self.checkpoints.save(self.position)
+        self.checkpoints.save(self.position, best, values)
         self.agreement.saved()
 
     def check_finite(self) -> None:
@@ -219,9 +225,9 @@ class Lifecycle:
             TrainingStopped: the training ends here.
         """
         decision = self.agreement.ask(self.global_step + self.evaluated)
-        within = (
-            self.around_save if self.position is not None and self.position.evaluating else None
-        )
+        position = self.position
+        evaluates = position is not None and (position.evaluating or position.evaluating_between)
+        within = self.around_save if evaluates else None
         if decision.save or decision.signal:
             # A checkpoint, and what is handed back, hold the weights of the training.
             if within is not None:

@@ -13,12 +13,12 @@ from allhands.errors import UserError
 
 
 class Loggers:
-    """Writes ``metrics.csv`` (one row an epoch) and ``tensorboard/``; on ranks other than 0, or
-    without logdir, nothing.
+    """Writes ``metrics.csv`` (one row an epoch, or an evaluation) and ``tensorboard/``; on ranks
+    other than 0, or without logdir, nothing.
 
     Args:
         logdir: folder, or None.
-        resumed_rows: epochs already in the history; an older ``metrics.csv`` is cut back to them.
+        resumed_rows: rows already in the history; an older ``metrics.csv`` is cut back to them.
         resumed_step: the optimizer step that the training goes on after; TensorBoard hides what was
             logged beyond it.
     """
@@ -64,14 +64,17 @@ class Loggers:
         values: Mapping[str, Mapping[str, float]],
         rates: list[float],
         seconds: float,
+        at: int | None = None,
     ) -> None:
-        """Every loader's metrics over the whole epoch."""
+        """Every loader's metrics, over the whole epoch or since the last evaluation; `at` is their
+        place in TensorBoard, if not `epoch`."""
         if self._writer is None or self._csv is None:
             return
+        at = epoch if at is None else at
         for loader, metrics in values.items():
             for name, value in metrics.items():
-                self._writer.add_scalar(f"{loader}/{name}", value, epoch)
-        self._writer.add_scalar("lr", rates[0], epoch)
+                self._writer.add_scalar(f"{loader}/{name}", value, at)
+        self._writer.add_scalar("lr", rates[0], at)
         self._writer.flush()
         row = {"epoch": epoch, "step": step, "lr": rates[0], "seconds": round(seconds, 3)}
         row |= {

@@ -275,7 +275,8 @@ class Loop(PassesByHand, Reports):
         self.end_epoch()
         if epoch.values:
             self._record(self.epoch, epoch.values, rates, seconds)
-        self.save_epoch(epoch.metric, epoch.values)
+        self.follow_schedules("epoch", epoch.metric)
+        self.save_epoch(epoch.values)
         return rates, seconds
 
     @contextmanager
@@ -410,16 +411,12 @@ class Loop(PassesByHand, Reports):
         through = all(feed.name in position.done for feed in self.trained) and bool(position.done)
         if not position.evaluating and through:
             self.end_steps()
-        in_between = not position.evaluating
-        if in_between:
+        between = nullcontext() if position.evaluating else self.equal_between_steps()
+        with between:
+            with evaluation_mode(self.container), torch.no_grad(), self.precision.autocast():
+                yield
             for group in self.groups.values():
-                group.make_equal(f"at step {self.global_step}")
-        with evaluation_mode(self.container), torch.no_grad(), self.precision.autocast():
-            yield
-        for group in self.groups.values():
-            group.placement.evaluated()
-            if in_between:
-                group.train()
+                group.placement.evaluated()
 
     # ------------------------------------------------------------------ what is saved
 

@@ -80,7 +80,8 @@ class LoopCheckpoints(Checkpoints):
         }
         if position is None:  # an epoch begins with new generators, equal buffers and empty metrics
             return self._saver.save(state, own, summary, None, best)
-        own |= {f"generators/{key}": value for key, value in generator_states().items()}
+        generators = loop.generators or generator_states()
+        own |= {f"generators/{key}": value for key, value in generators.items()}
         if loop.measure is not None:
             own |= {f"metrics/{key}": value for key, value in loop.measure.partial().items()}
             own |= {f"logged/{name}": value for name, value in loop.logged.partial().items()}
@@ -211,22 +212,26 @@ class LoopCheckpoints(Checkpoints):
         self._load_own(path, state)
 
     def _load_passes(self, state: dict[str, Any]) -> None:
-        passes, written = self.loop.passes, state.get("passes")
-        if passes is None:
-            if written and any(samples for _, samples in written.values()):
-                raise UserError(
-                    "resume: the checkpoint was written with steps_per_epoch=…, in the middle of a "
-                    "pass over the data; pass steps_per_epoch here too"
-                )
-        elif written is not None:
-            passes.places = {name: list(place) for name, place in written.items()}
-        elif state["position"] is not None:
-            raise UserError(
-                "resume: the checkpoint was written in the middle of an epoch without "
-                "steps_per_epoch; leave steps_per_epoch out"
+        loop, written = self.loop, state.get("passes")
+        epoch, position = state["epoch"], state["position"]
+        places = {feed.name: [epoch, 0] for feed in loop.trained}  # of epochs that are passes
+        if position is not None:
+            places |= {name: [epoch + 1, 0] for name in position["done"]}
+            current = next(
+                (feed for feed in loop.trained if feed.name not in position["done"]), None
             )
-        else:
-            passes.places = {feed.name: [state["epoch"], 0] for feed in self.loop.trained}
+            if current is not None:
+                places[current.name] = [epoch, position["samples"]]
+        if loop.passes is not None:
+            loop.passes.places = {name: list(place) for name, place in (written or places).items()}
+        elif written and any(
+            samples and places.get(name) != [number, samples]
+            for name, (number, samples) in written.items()
+        ):
+            raise UserError(
+                "resume: the checkpoint was written with steps_per_epoch=… or max_steps=…, in the "
+                "middle of a pass over the data; pass steps_per_epoch here too, or max_steps"
+            )
 
     def _load_own(self, path: Path, state: dict[str, Any]) -> None:
         """What one rank alone had: the user's samplers, generators, buffers that differ between

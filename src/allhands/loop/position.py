@@ -14,6 +14,7 @@ class Position:
     order.
     steps: optimizer steps taken with the current loader.
     evaluating: all training loaders are done, and buffers were made equal.
+    evaluating_between: the evaluation between two steps has begun.
     rates: learning rates at the start of the epoch.
     seconds: time spent in this epoch before it was interrupted.
     """
@@ -22,6 +23,7 @@ class Position:
     samples: int = 0
     steps: int = 0
     evaluating: bool = False
+    evaluating_between: bool = False
     rates: list[float] = field(default_factory=list)
     seconds: float = 0.0
 

@@ -56,10 +56,15 @@ class Schedule:
         """Whether `step` is due after every optimizer step."""
         return self.scheduler is not None and self.period == "step"
 
-    @property
-    def each_epoch(self) -> bool:
-        """Whether `step` is due after every epoch."""
-        return self.scheduler is not None and self.period == "epoch"
+    def steps_at(self, period: str) -> bool:
+        """Whether `step` is due at every `period`."""
+        return self.scheduler is not None and self.period == period
+
+    def follow_evaluations(self) -> None:
+        """Evaluations are not at the ends of epochs: a scheduler that looks at a metric steps at
+        each of them."""
+        if self.needs_metric:
+            self.period = "evaluation"
 
     def count_steps(self, name: str) -> None:
         """Step at every iteration, in a training without epochs; `name` is the optimizer's.
@@ -69,7 +74,7 @@ class Schedule:
         """
         if self.given_period is None and not self.needs_metric:
             self.period = "step"
-        elif self.each_epoch:
+        elif self.steps_at("epoch"):
             raise UserError(
                 f"loop.steps has no epochs, at which the scheduler of '{name}' would step; write "
                 "(scheduler, 'step'), or step a ReduceLROnPlateau yourself"
@@ -98,7 +103,7 @@ class Schedule:
         """For the line printed at the start, such as ``MultiStepLR once an epoch``."""
         if self.scheduler is None:
             return ""
-        every = "optimizer step" if self.period == "step" else "epoch"
+        every = "optimizer step" if self.period == "step" else self.period
         return f"{type(self.scheduler).__name__} steps once {_article(every)} {every}"
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -128,7 +133,7 @@ class Schedule:
     def check_length(
         self,
         steps: int | None,
-        epochs: int,
+        epochs: int | None,
         done_steps: int = 0,
         done_epochs: int = 0,
         epoch: str = "epoch",
@@ -137,7 +142,7 @@ class Schedule:
 
         Args:
             steps: optimizer steps of the whole training; None where it is not known.
-            epochs: epochs of the whole training.
+            epochs: epochs of the whole training; None where it is not known.
             done_steps, done_epochs: those that were taken before, by the run that is resumed.
             epoch: what an epoch is called.
 
@@ -235,6 +240,24 @@ def _parts(scheduler: Any) -> Iterator[Any]:
 
 def _article(noun: str) -> str:
     return "an" if noun[0] in "aeiou" else "a"
+
+
+def length_of_training(
+    steps_of_epoch: int | None, epochs: int | None, max_steps: int | None
+) -> tuple[int | None, int | None]:
+    """The optimizer steps and the epochs of a whole training; None for what is not known before.
+
+    Args:
+        steps_of_epoch: of all loaders that are trained on; None where only reading tells.
+        epochs, max_steps: what ends it, whichever comes first; None is no bound.
+    """
+    bounds = [max_steps]
+    if steps_of_epoch is not None and epochs is not None:
+        bounds.append(steps_of_epoch * epochs)
+    steps = min((bound for bound in bounds if bound is not None), default=None)
+    if steps_of_epoch and steps is not None:
+        return steps, -(-steps // steps_of_epoch)
+    return steps if epochs is None else None, epochs if max_steps is None else None
 
 
 def learning_rates(optimizer: torch.optim.Optimizer) -> list[float]:

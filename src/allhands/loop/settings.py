@@ -69,6 +69,8 @@ class LoopSettings:
     clip_norm: float | None = None
     precision: str = "fp32"
     steps_per_epoch: int | None = None
+    max_steps: int | None = None
+    evaluate_every: int | None = None
     save_every: int | None = None
     save_minutes: float | None = None
     step: str = "eager"
@@ -114,6 +116,17 @@ class LoopSettings:
                 f"profile={profile!r} writes a timeline, which needs a folder; pass logdir=… as "
                 "well"
             )
+
+    def check_one_loader(self, trained: Sequence[str]) -> None:
+        """Raise `UserError` for a training by steps over several loaders, which an epoch takes one
+        after another."""
+        for name in ("max_steps", "evaluate_every"):
+            if getattr(self, name) is not None and len(trained) > 1:
+                raise UserError(
+                    f"{name}={getattr(self, name)} counts the steps of one loader, and an epoch "
+                    f"trains on {', '.join(trained)}, one after another; pass one loader whose "
+                    f"name begins with 'train', or leave {name} out"
+                )
 
     def check_closure(self) -> None:
         """Raise `UserError` for an optimizer that computes the loss again, where strategy or
@@ -163,9 +176,8 @@ class LoopSettings:
 
     def _check_numbers(self) -> None:
         check_whole("accumulate", self.accumulate)
-        check_whole(
-            "steps_per_epoch", self.steps_per_epoch, unit="optimizer steps", otherwise="None"
-        )
+        for name in ("steps_per_epoch", "max_steps", "evaluate_every"):
+            check_whole(name, getattr(self, name), unit="optimizer steps", otherwise="None")
         check_clip_norm(self.clip_norm)
         check_choice("precision", self.precision, PRECISIONS)
         check_choice("step", self.step, STEPS)

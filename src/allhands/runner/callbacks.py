@@ -46,6 +46,10 @@ class Callback:
         """After the evaluation of an epoch, and before a checkpoint that is saved in the middle of
         it."""
 
+    def on_row_end(self, training: Training) -> None:
+        """After a row was added to the history, before the checkpoint with it is written: at the
+        end of each epoch, or with ``evaluate_every`` after each evaluation."""
+
     def on_epoch_end(self, training: Training) -> None:
         """After an epoch's training and evaluation, before its checkpoint is written."""
 
@@ -64,7 +68,8 @@ class EarlyStopping(Callback):
     """Stop when a metric of the validation loader has not improved for `patience` epochs.
 
     Args:
-        patience: epochs without improvement before stopping.
+        patience: epochs without improvement before stopping; with ``evaluate_every`` evaluations,
+            after the last of which the training stops at once.
         metric: "loss" or the name of a metric.
         minimize: whether smaller is better.
         min_delta: an improvement must be larger than this.
@@ -91,7 +96,7 @@ class EarlyStopping(Callback):
         self.best: float | None = None
         self.waited = 0
 
-    def on_epoch_end(self, training: Training) -> None:
+    def on_row_end(self, training: Training) -> None:
         loader = self.loader or training.valid_loader
         measured = training.history.get(loader, {})
         if self.metric not in measured:
@@ -109,7 +114,10 @@ class EarlyStopping(Callback):
             return
         self.waited += 1
         if self.waited >= self.patience:
-            training.stop(f"{loader} {self.metric} has not improved for {self.waited} epochs")
+            by_steps = training.settings.evaluate_every is not None
+            rows = "evaluations" if by_steps else "epochs"
+            reason = f"{loader} {self.metric} has not improved for {self.waited} {rows}"
+            training.stop(reason, now=by_steps)
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "waited": self.waited}

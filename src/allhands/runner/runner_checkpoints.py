@@ -27,6 +27,7 @@ class RunnerCheckpoints(LoopCheckpoints):
         return super().state() | {
             "best": training.best,
             "best_epoch": training.best_epoch,
+            "best_step": training.best_step,
             "history": copy.deepcopy(training.history),
             "callbacks": self._callback_states(),
         }
@@ -50,4 +51,5 @@ class RunnerCheckpoints(LoopCheckpoints):
         for callback, callback_state in zip(callbacks, states, strict=True):
             callback.load_state_dict(callback_state)
         training.best, training.best_epoch = state["best"], state["best_epoch"]
+        training.best_step = state.get("best_step", 0)
         training.history = state["history"]

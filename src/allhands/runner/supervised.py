@@ -165,8 +165,10 @@ class SupervisedRunner:
         metrics: Any = None,
         callbacks: Any = None,
         logdir: str | Path | None = None,
-        num_epochs: int = 1,
+        num_epochs: int | None = None,
+        max_steps: int | None = None,
         steps_per_epoch: int | None = None,
+        evaluate_every: int | None = None,
         valid_loader: str | None = None,
         main_metric: str = "loss",
         minimize_metric: bool = True,
@@ -214,11 +216,21 @@ class SupervisedRunner:
             logdir: folder for checkpoints, ``metrics.csv`` and TensorBoard files; None writes
                 nothing. With one, SIGTERM and SIGUSR1 save a checkpoint and end the process with
                 code 128 plus the signal's number.
-            num_epochs: epochs in all, those of a resumed checkpoint included.
+            num_epochs: epochs in all, those of a resumed checkpoint included. None is 1, or with
+                `max_steps` no bound.
+            max_steps: optimizer steps in all, those of a resumed checkpoint included, over as many
+                passes over the data as it takes. With `num_epochs` too, the training ends at
+                whichever comes first. A later training that is resumed with more steps goes on in
+                the data where this one stopped.
             steps_per_epoch: end an epoch after so many optimizer steps with each loader that is
                 trained on. The next one goes on in the data where it stopped; where the data ends,
                 a new pass begins. For streams without an end, and for epochs that are shorter or
                 longer than the data. None: an epoch is one pass over the data.
+            evaluate_every: evaluate after so many optimizer steps, counted over all epochs, and
+                after the last step; no longer at the ends of epochs. Each evaluation gives a row
+                (with the means of training since the last one), a checkpoint and perhaps a new
+                best; `EarlyStopping` and ReduceLROnPlateau look at each. None: evaluate at the end
+                of each epoch.
             valid_loader: whose `main_metric` decides what is best; None takes "valid", or the first
                 that is not trained on, or the trained one.
             main_metric: "loss" or the name of a metric.
@@ -244,7 +256,7 @@ class SupervisedRunner:
             log_every: optimizer steps between two points in TensorBoard, and between two looks at
                 the loss on a GPU.
             save_every: optimizer steps between two checkpoints within an epoch; None saves at the
-                ends of epochs only.
+                ends of epochs, or with `evaluate_every` at evaluations, only.
             save_minutes: minutes after which a checkpoint is due within an epoch; None never asks
                 for one.
             step: how an optimizer step is taken on a GPU. "graph" captures it in a CUDA graph for
@@ -262,7 +274,8 @@ class SupervisedRunner:
 
         Returns:
             ``{"epoch": […], "step": […], "lr": […], "seconds": […], "train": {"loss": […], …},
-            "valid": {…}}``, one entry an epoch.
+            "valid": {…}}``, one entry an epoch, or with `evaluate_every` one an evaluation: its
+            "lr" is the rate then, and its "epoch" the one that ran, counted from 1.
 
         Raises:
             UserError: an argument cannot be honoured; the message names it and what to write
@@ -281,8 +294,10 @@ class SupervisedRunner:
             metrics=named_metrics(metrics),
             callbacks=callback_list(callbacks),
             logdir=None if logdir is None else Path(logdir).expanduser().absolute(),
-            num_epochs=num_epochs,
+            num_epochs=1 if num_epochs is None and max_steps is None else num_epochs,
+            max_steps=max_steps,
             steps_per_epoch=steps_per_epoch,
+            evaluate_every=evaluate_every,
             valid_loader=valid_loader,
             main_metric=main_metric,
             minimize_metric=minimize_metric,

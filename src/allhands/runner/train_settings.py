@@ -21,7 +21,7 @@ class TrainSettings(LoopSettings):
     criterion: Any
     metrics: dict[str, Any]
     callbacks: list[Callback]
-    num_epochs: int
+    num_epochs: int | None
     valid_loader: str | None = None
     main_metric: str = "loss"
     minimize_metric: bool = True
@@ -34,6 +34,8 @@ class TrainSettings(LoopSettings):
     def __post_init__(self) -> None:
         self.limit = 1 if self.overfit else 3 if self.check else None
         self.same_epoch = self.overfit
+        if self.check and isinstance(self.evaluate_every, int):
+            self.evaluate_every = min(self.evaluate_every, 3)
 
     def validate(self) -> None:
         """Raise `UserError` for the first setting that cannot be honoured."""
@@ -43,8 +45,8 @@ class TrainSettings(LoopSettings):
                 f"criterion is {kind_of(self.criterion)}; pass a loss such as "
                 "torch.nn.CrossEntropyLoss()"
             )
-        for name in ("num_epochs", "log_every"):
-            check_whole(name, getattr(self, name))
+        check_whole("num_epochs", self.num_epochs, otherwise="None")
+        check_whole("log_every", self.log_every)
         super().validate()
         known = ["loss", *self.metrics]
         if self.main_metric not in known:

@@ -3,7 +3,9 @@ process and on every worker."""
 
 from __future__ import annotations
 
+import math
 import signal
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +46,9 @@ class Training:
             […], …}, "valid": {…}}``.
         metrics: the loss and the metrics of each loader.
         valid_loader: whose `main_metric` decides what is best.
-        best, best_epoch: the best value of it so far, and the epoch that it is of.
+        num_epochs: in all; None where only `max_steps` ends the training.
+        best, best_epoch, best_step: the best value of it so far, and the epoch and the optimizer
+            step that it is of.
     """
 
     def __init__(
@@ -52,9 +56,11 @@ class Training:
     ) -> None:
         self.settings, self.world, self.reporter = settings, world, reporter
         self.num_epochs = 3 if settings.check else settings.num_epochs
+        self._loggers = Loggers(None)
+        self._row_began = 0.0
         self.history = new_history()
         self.best: float | None = None
-        self.best_epoch = 0
+        self.best_epoch = self.best_step = 0
         self._best_state: dict[str, torch.Tensor] | None = None
         self._step_hooks = overridden(settings.callbacks, "on_step_end")
         task = Task(
@@ -74,6 +80,9 @@ class Training:
             self.num_epochs,
         )
         loop.logged.call = "training.log"
+        if settings.evaluate_every is not None:
+            loop.evaluate_between = self._evaluate_between
+            loop.schedule.follow_evaluations()
         self.valid_loader = choose_valid_loader(loop.feeds, settings.valid_loader)
         if isinstance(settings.criterion, nn.Module):
             settings.criterion.to(world.device)
@@ -202,16 +211,17 @@ class Training:
         """
         loop, settings = self.loop, self.settings
         with running(self), loop:
-            loggers = Loggers(
+            self._loggers = loggers = Loggers(
                 settings.logdir if self.world.rank == 0 else None,
                 len(self.history["epoch"]),
                 self.step or None,
             )
+            self._row_began = time.perf_counter()
             try:
                 self._hooks("on_train_start")
                 try:
                     for position in loop.epochs():
-                        self._epoch(position, loggers)
+                        self._epoch(position)
                 except TrainingStopped:
                     pass
                 if not loop.signal:
@@ -224,45 +234,106 @@ class Training:
                 self._load_best()
         return self.history
 
-    def _epoch(self, position: Position, loggers: Loggers) -> None:
+    def _epoch(self, position: Position) -> None:
         loop, settings = self.loop, self.settings
         if not position.is_resumed:
             self._hooks("on_epoch_start")
         if not position.evaluating:
             for feed in loop.trained:
                 if feed.name not in position.done:
-                    position.finish(feed.name, self._train(feed, position, loggers))
+                    self._train(feed, position)
+                    position.finish(feed.name, self._means(feed) if self._row_is_due else {})
             loop.end_steps()
         values: Values = dict(position.done)
-        evaluated = [feed for feed in loop.feeds.values() if feed not in loop.trained]
-        if evaluated:
-            self._hooks("on_evaluate_start")
-        for feed in evaluated:
-            values[feed.name] = self._evaluate(feed)
-        if evaluated:
-            self._hooks("on_evaluate_end")
-        seconds = loop.seconds
+        if settings.evaluate_every is not None and not any(values.values()):
+            loop.end_epoch()
+            self._hooks("on_epoch_end")
+            loop.follow_schedules("epoch", math.nan)
+            if loop.is_last:
+                loop.save_epoch({})
+            return
+        values |= self._evaluate()
+        rates, seconds = position.rates, loop.seconds
+        if settings.evaluate_every is not None:
+            rates, seconds = self._since_last_row()
         loop.end_epoch()
-        row = {"epoch": self.epoch, "step": self.step, "lr": position.rates[0], "seconds": seconds}
-        record(self.history, row, values)
-        improved = self._update_best(values)
+        improved = self._keep(values, rates, seconds)
         self._hooks("on_epoch_end")
-        main = values[self.valid_loader][settings.main_metric]
-        loop.save_epoch(main, values, improved)
-        if improved and settings.load_best_on_end and settings.logdir is None:
-            self._best_state = loop.state.copy_weights()
-        loggers.epoch(self.epoch, self.step, values, position.rates, seconds)
-        place = f"{self.epoch}/{self.num_epochs}"
-        report_epoch(self.reporter, "epoch", place, values, position.rates[0], seconds, improved)
+        loop.follow_schedules("epoch", self._main(values))
+        loop.save_epoch(values, improved)
+        self._report(values, rates, seconds, improved)
 
-    def _train(self, feed: Feed, position: Position, loggers: Loggers) -> dict[str, float]:
-        """Train on a loader for an epoch; its metrics."""
+    def _evaluate_between(self) -> None:
+        """Evaluate between two steps: a row of the history, and a checkpoint."""
+        loop = self.loop
+        assert loop.position is not None
+        (feed,) = loop.trained
+        evaluated = self._evaluate()
+        values = {feed.name: self._means(feed), **evaluated}
+        loop.position.evaluating_between = False
+        self.metrics[feed.name].start(self.metrics[feed.name].where)
+        loop.logged.start()
+        rates, seconds = self._since_last_row()
+        improved = self._keep(values, rates, seconds)
+        if self.settings.logdir is not None:
+            loop.save(values, improved)
+        self._report(values, rates, seconds, improved)
+
+    # ------------------------------------------------------------------ rows
+
+    @property
+    def _row_is_due(self) -> bool:
+        """Whether the epoch whose steps are through ends with a row of the history."""
+        steps = self.history["step"]
+        evaluated = bool(steps) and steps[-1] == self.step
+        return self.settings.evaluate_every is None or (self.loop.is_last and not evaluated)
+
+    def _since_last_row(self) -> tuple[list[float], float]:
+        """The present learning rates, and the seconds since the last evaluation of this process."""
+        before, self._row_began = self._row_began, time.perf_counter()
+        return learning_rates(self.optimizer), self._row_began - before
+
+    def _keep(self, values: Values, rates: list[float], seconds: float) -> bool:
+        """Add a row to the history; whether it is the best so far."""
+        loop, settings = self.loop, self.settings
+        epoch = loop.epoch + (loop.position is not None)
+        row = {"epoch": epoch, "step": self.step, "lr": rates[0], "seconds": seconds}
+        record(self.history, row, values)
+        improved = settings.is_better(self._main(values), self.best)
+        if improved:
+            self.best, self.best_epoch, self.best_step = self._main(values), epoch, self.step
+            if settings.load_best_on_end and settings.logdir is None:
+                self._best_state = loop.state.copy_weights()
+        self._hooks("on_row_end")
+        loop.follow_schedules("evaluation", self._main(values))
+        return improved
+
+    def _report(self, values: Values, rates: list[float], seconds: float, improved: bool) -> None:
+        epoch, settings = self.history["epoch"][-1], self.settings
+        by_steps = settings.evaluate_every is not None
+        at = self.step if by_steps else epoch
+        self._loggers.epoch(epoch, self.step, values, rates, seconds, at)
+        place = _place(at, settings.max_steps if by_steps else self.num_epochs)
+        what = "step" if by_steps else "epoch"
+        report_epoch(self.reporter, what, place, values, rates[0], seconds, improved)
+
+    def _main(self, values: Values) -> float:
+        return values[self.valid_loader][self.settings.main_metric]
+
+    def _means(self, feed: Feed) -> dict[str, float]:
+        """The metrics of a loader that is trained on, since they were begun."""
+        loop = self.loop
+        values = self.metrics[feed.name].result() | loop.exchange.epoch_values()
+        return values | loop.logged.means(taken=values) if self.settings.callbacks else values
+
+    # ------------------------------------------------------------------ loaders
+
+    def _train(self, feed: Feed, position: Position) -> None:
+        """Train on a loader for an epoch."""
         loop, reporter, metrics = self.loop, self.reporter, self.metrics[feed.name]
+        loggers, log_every = self._loggers, self.settings.log_every
         objective, total = self._objectives[feed.name], loop.steps_of_epoch(feed)
-        label, log_every = (
-            f"{self.epoch + 1}/{self.num_epochs} {feed.name}",
-            self.settings.log_every,
-        )
+        label = self._label(feed)
         pace, next_log = Pace(), loop.global_step + log_every
         first = loop.global_step - position.steps
         for batch in loop.train(feed, metrics):
@@ -282,10 +353,18 @@ class Training:
                 if loggers.active:
                     rates = learning_rates(self.optimizer)
                     loggers.step(loop.global_step, metrics.running_loss(), rates)
-        values = metrics.result() | loop.exchange.epoch_values()
-        return values | loop.logged.means(taken=values) if self.settings.callbacks else values
 
-    def _evaluate(self, feed: Feed) -> dict[str, float]:
+    def _evaluate(self) -> Values:
+        """The metrics of the loaders that are not trained on."""
+        evaluated = [feed for feed in self.loop.feeds.values() if feed not in self.loop.trained]
+        if not evaluated:
+            return {}
+        self._hooks("on_evaluate_start")
+        values = {feed.name: self._measure(feed) for feed in evaluated}
+        self._hooks("on_evaluate_end")
+        return values
+
+    def _measure(self, feed: Feed) -> dict[str, float]:
         """The metrics of a loader that is not trained on."""
         loop = self.loop
         return evaluate_feed(
@@ -297,9 +376,12 @@ class Training:
             self.metrics[feed.name],
             loop.precision,
             self.reporter,
-            f"{self.epoch + 1}/{self.num_epochs} {feed.name}",
+            self._label(feed),
             loop.placement,
         )
+
+    def _label(self, feed: Feed) -> str:
+        return f"{_place(self.epoch + 1, self.num_epochs)} {feed.name}"
 
     def _hooks(self, hook: str) -> None:
         run_hooks(self.settings.callbacks, hook, self)
@@ -317,13 +399,6 @@ class Training:
 
     # ------------------------------------------------------------------ what is remembered
 
-    def _update_best(self, values: Values) -> bool:
-        value = values[self.valid_loader][self.settings.main_metric]
-        better = self.settings.is_better(value, self.best)
-        if better:
-            self.best, self.best_epoch = value, self.epoch
-        return better
-
     def _load_best(self) -> None:
         if self.best is None:
             return
@@ -334,7 +409,14 @@ class Training:
         elif self._best_state is not None:
             self.loop.state.restore_weights(self._best_state)
         if folder is not None or self._best_state is not None:
-            self.reporter.line(f"loaded the weights of the best epoch, {self.best_epoch}")
+            best = f"epoch, {self.best_epoch}"
+            if self.settings.evaluate_every is not None:
+                best = f"evaluation, after optimizer step {self.best_step}"
+            self.reporter.line(f"loaded the weights of the best {best}")
+
+
+def _place(number: int, total: int | None) -> str:
+    return str(number) if total is None else f"{number}/{total}"
 
 
 def _call(

@@ -68,6 +68,8 @@ def verify(
     strategies: str | Strategy | Sequence[str | Strategy] = ("ddp",),
     workers: int | Sequence[int] = (1, 2),
     steps: int = 20,
+    steps_per_epoch: int | None = None,
+    evaluate_every: int | None = None,
     accumulate: int = 1,
     clip_norm: float | None = None,
     precision: str = "fp32",
@@ -91,6 +93,7 @@ def verify(
         criterion, optimizer, scheduler: as for `SupervisedRunner.train`.
         loaders, datasets: as there; those that are not trained on are left out, unless
             ReduceLROnPlateau needs one.
+        steps_per_epoch, evaluate_every: as there; they say when schedules step.
         accumulate, clip_norm, precision, seed: as there.
         runner: for a `handle_batch` of your own, or another device.
         strategies: names of strategies or `Strategy` objects, one or several.
@@ -130,6 +133,8 @@ def verify(
         "scheduler": scheduler,
         "data": Data(loaders, datasets),
         "seed": seed,
+        "steps_per_epoch": steps_per_epoch,
+        "evaluate_every": evaluate_every,
         "accumulate": accumulate,
         "clip_norm": clip_norm,
         "precision": precision,

@@ -270,6 +270,8 @@ def _settings(
         callbacks=[recorder],
         logdir=None,
         num_epochs=variation.steps,
+        steps_per_epoch=objects["steps_per_epoch"],
+        evaluate_every=objects["evaluate_every"] if evaluates else None,
         valid_loader=None,
         main_metric="loss",
         minimize_metric=True,

@@ -69,6 +69,8 @@ class Definition:
                 profile=None,
                 activation_checkpointing=False,
                 steps_per_epoch=None,
+                max_steps=None,
+                evaluate_every=None,
             )
         )
         check(self.strategy)

@@ -1,0 +1,101 @@
+"""A loop's optimizer groups, and the one group of most loops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from allhands.loop.lifecycle import Lifecycle
+from allhands.loop.optimizer_group import OptimizerGroup
+from allhands.loop.schedule import Schedule
+from allhands.step import Precision
+from allhands.step.exchange import Exchange, Placement
+from allhands.strategies import Strategy
+from allhands.strategies.model_state import ModelState
+
+
+class GroupedLoop(Lifecycle):
+    """The part of a loop that knows its optimizer groups.
+
+    Attributes:
+        groups: what is exchanged and updated together, by name.
+    """
+
+    groups: dict[str, OptimizerGroup]
+    _first: str
+
+    @contextmanager
+    def equal_between_steps(self) -> Iterator[None]:
+        """Within, between two steps of an epoch, the models are as they are evaluated: equal on
+        all ranks. All ranks call it together."""
+        for group in self.groups.values():
+            group.make_equal(f"at step {self.global_step}")
+        yield
+        for group in self.groups.values():
+            group.train()
+
+    def look(self) -> None:
+        """Code of the user's has run between two steps: forget captured steps that it has
+        changed."""
+        for group in self.groups.values():
+            if group.captured is not None:
+                group.captured.look()
+
+    def follow_schedules(self, period: str, metric: float) -> None:
+        """Let the schedules advance that step at every `period`, "epoch" or "evaluation"; `metric`
+        is what a ReduceLROnPlateau looks at."""
+        for group in self.groups.values():
+            if group.schedule.steps_at(period):
+                group.schedule.step(metric)
+
+    @property
+    def _group(self) -> OptimizerGroup:
+        return self.groups[self._first]
+
+    @property
+    def strategy(self) -> Strategy:
+        """What the workers exchange; where there are several groups, of the first."""
+        return self._group.strategy
+
+    @property
+    def placement(self) -> Placement:
+        """How the model lies on the ranks; where there are several groups, of the first."""
+        return self._group.placement
+
+    @property
+    def exchange(self) -> Exchange:
+        """What travels in a step; where there are several groups, of the first."""
+        return self._group.exchange
+
+    @property
+    def state(self) -> ModelState:
+        """The plain model and optimizer; where there are several groups, of the first."""
+        return self._group.state
+
+    @property
+    def model(self) -> nn.Module:
+        """The module whose parameters are trained."""
+        return self._group.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer; where there are several, the first."""
+        return self._group.optimizer
+
+    @property
+    def called(self) -> nn.Module:
+        """The module to call in a step."""
+        return self._group.called
+
+    @property
+    def precision(self) -> Precision:
+        """The number format of forward passes."""
+        return self._group.precision
+
+    @property
+    def schedule(self) -> Schedule:
+        """The learning-rate schedule of the first optimizer."""
+        return self._group.schedule
