@@ -16,6 +16,7 @@ from tests.loop.test_loop import (
     assert_same,
     batches_by_hand,
     classifier_by_hand,
+    contrast,
     d_loss,
     loaders,
     net,
@@ -87,6 +88,33 @@ def gan_by_hand() -> list[torch.Tensor]:
     return weights(g, d)
 
 
+def contrastive(workers: int) -> list[torch.Tensor]:
+    """A loss of the whole batch, and one that is a mean."""
+    model = net()
+    loop = allhands.Loop(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loaders={"train": loaders(workers)["train"]},
+    )
+    for epoch in loop.epochs(2):
+        for x, y in epoch.train:
+            output = loop.model(x)
+            loop.backward(contrast(loop.gather(output)))
+            loop.backward(F.cross_entropy(loop.model(x), y))
+            loop.step()
+    return weights(model)
+
+
+def contrastive_by_hand() -> list[torch.Tensor]:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in batches_by_hand(2):
+        optimizer.zero_grad()
+        (contrast(model(x)) + F.cross_entropy(model(x), y)).backward()
+        optimizer.step()
+    return weights(model)
+
+
 def own_data(workers: int) -> list[torch.Tensor]:
     """Three losses in a step, of batches of the ranks' own: of 3 and 4, or 3, 3 and 1 samples."""
     cuts = {1: [], 2: [3], 3: [3, 6]}[workers]
@@ -138,18 +166,20 @@ def test_one_process_is_the_loop_by_hand() -> None:
     assert_same(in_windows(1), classifier_by_hand(clip=0.5)[0])
     assert_same(gan(1), gan_by_hand())
     assert_same(own_data(1), own_data_by_hand())
+    assert_same(contrastive(1), contrastive_by_hand())
 
 
 def all_of_them(workers: int, accumulate: int) -> list[list[torch.Tensor]]:
     found = [in_windows(workers, accumulate), gan(workers), idle(workers)]
-    return [*found, gan(workers, DDP(optimizer_state="sharded")), own_data(workers)]
+    found += [gan(workers, DDP(optimizer_state="sharded")), own_data(workers)]
+    return [*found, contrastive(workers)]
 
 
 @pytest.mark.serial
 @pytest.mark.parametrize("workers", [2, 3])
 def test_workers_are_the_loop_by_hand(workers: int) -> None:
     expected = [classifier_by_hand(clip=0.5)[0], gan_by_hand(), idle(1)]
-    expected += [gan_by_hand(), own_data_by_hand()]
+    expected += [gan_by_hand(), own_data_by_hand(), contrastive_by_hand()]
     for found in in_world(workers, all_of_them, workers, 1 if workers == 3 else 2):
         for one, other in zip(found, expected, strict=True):
             assert_same(one, other)
@@ -194,7 +224,8 @@ def without_a_count(loop: allhands.Loop, batch: Any) -> None:
 
 
 def gathered(loop: allhands.Loop, batch: Any) -> None:
-    loop.backward(loop.gather(loop.model(batch[0])).mean())
+    with loop.accumulating():
+        loop.backward(loop.gather(loop.model(batch[0])).mean(), count=1)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +235,7 @@ def gathered(loop: allhands.Loop, batch: Any) -> None:
         (without_a_loss, {}, r"it was not called; call loop\.backward\(loss\), or"),
         (without_a_count, {}, r"write .* loop\.backward\(loss, count=len\(x\)\)"),
         (without_a_step, {"accumulate": 2}, r"does not know what the loss is a mean of"),
-        (gathered, {}, r"loop\.gather of a tensor with a gradient is for a step function"),
+        (gathered, {}, r"loop\.gather in loop\.accumulating, where ranks may"),
         (without_a_step, {"strategy": "local_sgd"}, r"'local_sgd', which takes part in the passes"),
     ],
 )

@@ -27,32 +27,41 @@ class Communication(Lifecycle):
     batch: Batch | None = None
     #: Whether a step function has called `gather`.
     has_gathered = False
+    #: Whether this is in `Loop.accumulating`.
+    is_accumulating = False
     # The iteration, and the step in it, for which random numbers are drawn.
     _drawing = (0, 0)
 
+    @property
+    def rows_now(self) -> Rows | None:
+        """What the step function was called on; outside of one, the batch of the iteration where it
+        is one micro-batch."""
+        if self.rows is None and self.batch is not None and len(self.batch.parts) == 1:
+            return self.batch.parts[0]
+        return self.rows
+
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """The rows of all ranks, ``[rows of the global batch, …]``, in the order of the samples;
-        differentiable. To be called in a step function, on every rank.
+        differentiable. To be called in a step function, or before `backward`, on every rank.
 
         A loss of what it gives is a loss of the whole global batch: return it as it is.
 
         Raises:
-            UserError: with ``accumulate`` above 1; a tensor that has no row a sample; a tensor with
-                a gradient outside of a step function.
+            UserError: with ``accumulate`` above 1, or in `accumulating`; a tensor that has no row
+                a sample.
         """
-        if self.rows is None and tensor.requires_grad:
-            raise UserError(
-                "loop.gather of a tensor with a gradient is for a step function: the backward pass "
-                "of a loss of all rows is not that of a mean of means; call loop.step(loss_of, "
-                "batch)"
-            )
         if self.settings.accumulate > 1:
             raise UserError(
                 f"loop.gather with accumulate={self.settings.accumulate} would give the rows of "
                 "one micro-batch of each rank, and not of the global batch; write accumulate=1"
             )
-        self.has_gathered = True
-        rows = self.rows
+        if self.is_accumulating and tensor.requires_grad:
+            raise UserError(
+                "loop.gather in loop.accumulating, where ranks may have other numbers of losses; "
+                "call loop.backward(loss) without it, or loop.step(loss_of, batch)"
+            )
+        self.has_gathered = self.has_gathered or self.rows is not None
+        rows = self.rows_now
         if rows is not None and not rows.count:
             tensor = tensor[:0]
         return gather_rows(tensor, self.world)
@@ -82,9 +91,9 @@ class Communication(Lifecycle):
         return self._draw(torch.rand, shape)
 
     def _draw(self, draw: Callable[..., torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
-        rows, place = self.rows, self._drawing
-        if rows is None and self.batch is not None and len(self.batch.parts) == 1:
-            rows, place = self.batch.parts[0], (self.batch.iteration, self.batch.steps)
+        rows, place = self.rows_now, self._drawing
+        if self.rows is None and self.batch is not None:
+            place = self.batch.iteration, self.batch.steps
         if rows is None:
             raise UserError(
                 "loop.randn and loop.rand draw for the samples of a batch, in a step function; "

@@ -51,12 +51,12 @@ class PassesByHand(Communication):
         self.misuse.agree(f"loop.accumulating of '{name}'")
         with self.alone(group):
             take.begin()
-            self._by_hand = take
+            self._by_hand, self.is_accumulating = take, True
             try:
                 with group.precision.autocast():
                     yield
             finally:
-                self._by_hand = None
+                self._by_hand, self.is_accumulating = None, False
             with self.misuse.within:
                 take.end()
         self._take(name)
