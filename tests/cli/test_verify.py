@@ -113,3 +113,47 @@ def test_without_matplotlib_only_an_explicit_plot_is_refused(
     )
     assert run(["verify", *args, "--plot", "v.png"]) == 2
     assert "pip install 'allhands[report]'" in capsys.readouterr().err
+
+
+SCRIPT = """
+import sys, torch, allhands
+from torch.utils.data import DataLoader, TensorDataset
+assert sys.argv[1:] == ["--lr", "0.5"]
+model = torch.nn.Linear(3, 1)
+loop = allhands.Loop(
+    model=model, optimizer=torch.optim.SGD(model.parameters(), float(sys.argv[2])),
+    loaders={"train": DataLoader(TensorDataset(torch.randn(8, 3)), 2)},
+)
+for step in loop.steps(9):
+    loop.step(lambda b: loop.model(b[0]).square().mean() * (1 + loop.world.rank), step.batch)
+"""
+
+
+@pytest.mark.serial
+@pytest.mark.usefixtures("preloaded")
+def test_a_script_with_arguments_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(SCRIPT)
+    words = ["verify", "train.py", "--steps", "1", "--workers"]
+    assert run([*words, "1", "--", "--lr", "0.5"]) == 0
+    assert run([*words, "2", "--", "--lr", "0.5"]) == 1
+    assert "DIFFERS" in capsys.readouterr().out
+    assert run([*words, "2"]) == 2
+    assert "AssertionError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["absent.py"], "there is no script 'absent.py'"),
+        (["true"], "'true' is no Python script; write allhands verify script.py, or KEY=VALUE"),
+        (["train.py", "-C", "run.yml"], "both the script 'train.py' and a run file were given"),
+    ],
+)
+def test_what_is_no_script_is_refused(
+    args: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["verify", *args]) == 2
+    assert said in capsys.readouterr().err

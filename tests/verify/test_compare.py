@@ -17,6 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 import allhands
 from allhands.errors import UserError
 from allhands.verify import compare
+from allhands.verify.runs import bytes_of
 from tests.verify.problems import arguments, data, network, verified
 
 
@@ -84,15 +85,16 @@ def test_a_world_that_was_started_already_is_refused(monkeypatch: pytest.MonkeyP
 
 
 def test_fewer_steps_are_compared_when_they_would_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    each = 2 * sum(p.numel() * 4 for p in network().parameters())
-    monkeypatch.setattr(compare, "MEMORY", 3 * each)
-    assert compare._steps_that_fit(network(), 3) == (3, [])
-    steps, (note,) = compare._steps_that_fit(network(), 9)
+    size = bytes_of(network())
+    assert size == sum(p.numel() * 4 for p in network().parameters())
+    monkeypatch.setattr(compare, "MEMORY", 6 * size)
+    assert compare.steps_that_fit(size, 3) == (3, [])
+    steps, (note,) = compare.steps_that_fit(size, 9)
     assert steps == 3
     assert note.startswith("3 steps were compared and not 9")
-    monkeypatch.setattr(compare, "MEMORY", each - 1)
+    monkeypatch.setattr(compare, "MEMORY", 2 * size - 1)
     with pytest.raises(UserError, match="fewer layers or a smaller width"):
-        compare._steps_that_fit(network(), 1)
+        compare.steps_that_fit(size, 1)
 
 
 class Stream(IterableDataset[Any]):

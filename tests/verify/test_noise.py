@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from allhands.verify.noise import FACTOR, Noise, floor_of, judge, nearest
+from allhands.verify.noise import FACTOR, Noise, judge, nearest
 from allhands.verify.recorder import ALL_GRADIENTS, ALL_PARAMETERS
-from allhands.verify.runs import Trace
+from allhands.verify.runs import Trace, floor_of
 
 
 def step(
@@ -24,6 +24,8 @@ def step(
         ALL_PARAMETERS: parameter,
     }
     known = {
+        "optimizer": "",
+        "number": 1,
         "samples": 8,
         "content": 5,
         "shares": [4, 4],

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from allhands.errors import UserError
 from allhands.loop.settings import Data
 from allhands.verify.probes import Probe, refuse_strangers, unregistered
-from allhands.verify.runs import Runs
+from allhands.verify.runner_runs import RunnerRuns
 from tests.verify.problems import arguments, data
 
 
@@ -84,7 +84,9 @@ class DrawsBatches(Draws):
 def test_random_data_that_depends_on_the_number_of_workers(loader: Any, said: str) -> None:
     given = arguments()
     objects = {key: given[key] for key in ("model", "criterion", "optimizer", "runner")}
-    runs = Runs(objects | {"data": Data({"train": loader}), "seed": 1}, "cpu")
+    runs = RunnerRuns(
+        objects | {"data": Data({"train": loader}), "seed": 1, "precision": "fp32"}, "cpu"
+    )
     try:
         found = Probe(runs.path).random_data
     finally:

@@ -46,7 +46,7 @@ SUBCOMMANDS = {
     "verify": Subcommand(
         "allhands.cli.verify",
         "verify",
-        "Check that distributing does not change what a run file trains.",
+        "Check that distributing does not change what a run file or script trains.",
     ),
     "federated": Subcommand(
         "allhands.cli.federated", "app", "Train across real sites, on Flower.", group=True

@@ -1,4 +1,5 @@
-"""`allhands verify`: whether distributing changes the training that a run file describes."""
+"""`allhands verify`: whether distributing changes the training that a run file describes, or a
+script with a loop of its own."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from allhands.cli.shared_options import Overrides, RunFiles
+from allhands.cli.launch import parse
+from allhands.cli.shared_options import RunFiles
 from allhands.config import read_run
 from allhands.errors import UserError, WorkerError
 
@@ -17,7 +19,15 @@ if TYPE_CHECKING:
 
 
 def verify(
-    overrides: Overrides = None,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[SCRIPT | KEY=VALUE...] [-- ARGS]",
+            help="A Python script that trains with allhands.Loop, its own arguments after --; or "
+            "changes of the run file's options, such as optimizer.lr=0.1.",
+            show_default=False,
+        ),
+    ] = None,
     *,
     config: RunFiles = None,
     workers: Annotated[
@@ -33,11 +43,13 @@ def verify(
         str | None,
         typer.Option(
             "--strategies",
-            help="Strategies, with commas between them. Default: the run file's.",
+            help="Strategies, with commas between them. Default: the run file's, or the script's.",
             show_default=False,
         ),
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", help="Optimizer steps to compare.")] = 20,
+    steps: Annotated[
+        int, typer.Option("--steps", help="Optimizer steps to compare; of each optimizer.")
+    ] = 20,
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -46,23 +58,35 @@ def verify(
             show_default=False,
         ),
     ] = None,
+    timeout: Annotated[
+        float, typer.Option("--timeout", help="Seconds that a step of a script may take.")
+    ] = 300.0,
 ) -> int:
     """Train for some steps alone and distributed, and say whether it is the same training.
 
     Exit code 0: the same. 1: a real difference, named in the table. 2: something has to be changed
     before this can run.
     """
-    run_file = read_run(config or (), overrides or ())
+    given = words or []
+    script = given[0] if given and "=" not in given[0] else None
+    if script is not None and config:
+        raise UserError(
+            f"both the script {script!r} and a run file were given; give one of them, and the "
+            "script's own arguments after --"
+        )
     counts = None if workers is None else [_count(word) for word in _words(workers, "--workers")]
     names = None if strategies is None else _words(strategies, "--strategies")
     if plot is not None and not plot.absolute().parent.is_dir():
         raise UserError(f"--plot {plot}: there is no folder {plot.absolute().parent}")
-    from allhands.cli import run_objects
-    from allhands.verify.report import require_matplotlib
-
-    if plot is not None:
-        require_matplotlib()
     try:
+        if script is not None:
+            return _verify_script(script, given[1:], names, counts or [1, 2], steps, timeout, plot)
+        run_file = read_run(config or (), given)
+        from allhands.cli import run_objects
+        from allhands.verify.report import require_matplotlib
+
+        if plot is not None:
+            require_matplotlib()
         report = run_objects.verify(run_file, names, counts, steps)
     except WorkerError as error:
         # 1 says that the training differs.
@@ -70,6 +94,36 @@ def verify(
             str(error), error.rank, error.exit_code if error.exit_code > 1 else 2
         ) from error
     print(_draw(report, plot, run_file.config.logdir))
+    return 0 if report.ok else 1
+
+
+def _verify_script(
+    script: str,
+    args: list[str],
+    strategies: list[str] | None,
+    workers: list[int],
+    steps: int,
+    timeout: float,
+    plot: Path | None,
+) -> int:
+    if parse([script]).kind != "script":
+        raise UserError(
+            f"{script!r} is no Python script; write allhands verify script.py, or KEY=VALUE for "
+            "an option of the run file"
+        )
+    from allhands.verify.script_runs import verify_script
+
+    report = verify_script(
+        script,
+        args,
+        strategies=strategies,
+        workers=workers,
+        steps=steps,
+        timeout=timeout,
+        plot=plot,
+    )
+    if plot is not None:
+        print(f"plot: {plot}")
     return 0 if report.ok else 1
 
 

@@ -124,7 +124,7 @@ def _stack_of_main_thread() -> str:
     ours = [
         index
         for index, frame in enumerate(frames)
-        if frame.filename == __file__ and frame.name.startswith("_run_")
+        if frame.filename == __file__ and frame.name.startswith(("_run_", "run_"))
     ]
     return "The main thread was here:\n" + "".join(
         traceback.format_list(frames[ours[-1] + 1 if ours else 0 :])
@@ -220,7 +220,7 @@ def run(task: dict[str, Any]) -> None:
             if "module" in task:
                 _run_module(task["module"], task["args"])
             else:
-                _run_script(task["script"], task["args"])
+                run_script(task["script"], task["args"])
         _report({"leaving": 0, "at": time.monotonic()})
         if _leaves_the_interpreter_up(task):
             _end(0)
@@ -323,7 +323,8 @@ def _prepend_path(entry: str) -> None:
         sys.path.insert(0, entry)
 
 
-def _run_script(script: str, args: list[str]) -> None:
+def run_script(script: str, args: list[str]) -> None:
+    """Run a Python file, or a folder or zip file with a ``__main__.py``, as Python does."""
     _set_argv(script, args, [script, *args])
     path = os.path.abspath(script)
     if os.path.isdir(path) or path.endswith((".zip", ".pyz")):

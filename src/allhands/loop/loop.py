@@ -127,7 +127,7 @@ class Loop(PassesByHand, Reports):
         settings = LoopSettings(
             model=self.container if self.several else given_models["model"],
             optimizer=next(iter(self._optimizers.values())),
-            data=Data(loaders, datasets, optional=True),
+            data=self.data_of(loaders, datasets),
             logdir=None if logdir is None else Path(logdir).expanduser().absolute(),
             resume=resume
             if resume in (None, "auto")
@@ -183,6 +183,10 @@ class Loop(PassesByHand, Reports):
         called = {id(group.settings.model): group.called for group in self.groups.values()}
         self.models = {name: called.get(id(one), one) for name, one in given_models.items()}
         self.misuse = Misuse(self)
+
+    def data_of(self, loaders: Any, datasets: Any) -> Data:
+        """The data, as the user gave it."""
+        return Data(loaders, datasets, optional=True)
 
     def parts(self, settings: LoopSettings) -> dict[str, LoopSettings]:
         return self._parts

@@ -109,7 +109,7 @@ def plan(distributed: bool | str | Strategy, count: int | None, device: str | No
     Raises:
         UserError: `distributed` or `count` cannot be honoured here.
     """
-    strategy = _strategy(distributed)
+    strategy = strategy_from(distributed)
     check_whole("workers", count, otherwise="None")
     if strategy is not None and strategy.name not in ("single", "dp"):
         task = node_task()
@@ -214,13 +214,13 @@ def strategy_for(strategy: str | Strategy | None, world: World) -> Strategy:
     Raises:
         UserError: it cannot run in this world.
     """
-    chosen = _strategy(strategy) or (DDP() if world.world_size > 1 else Single())
+    chosen = strategy_from(strategy) or (DDP() if world.world_size > 1 else Single())
     chosen.check_size(world.world_size)
     chosen.check(world)
     return chosen
 
 
-def _strategy(distributed: bool | str | Strategy | None) -> Strategy | None:
+def strategy_from(distributed: bool | str | Strategy | None) -> Strategy | None:
     if distributed is None or distributed is False:
         return None
     if distributed is True:

@@ -10,13 +10,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from torch import nn
-
 from allhands.errors import AllhandsError
 from allhands.strategies import Strategy
 from allhands.verify.noise import Difference, Noise, judge
-from allhands.verify.probes import Probe, listed
-from allhands.verify.runs import Runs, Trace, Variation, frozen_modules
+from allhands.verify.probes import listed
+from allhands.verify.runs import Runs, Trace, Variation
 
 
 @dataclass
@@ -24,7 +22,6 @@ class Case:
     """A difference, and what is known of it."""
 
     runs: Runs
-    model: nn.Module
     strategy: Strategy
     workers: int
     steps: int
@@ -33,8 +30,12 @@ class Case:
     noise: Noise
     refused: dict[str, Difference]
     finding: Difference
-    probe: Probe
     exact: bool
+
+    @property
+    def number(self) -> int:
+        """Steps that an optimizer takes until the difference is seen."""
+        return self.trace.number(self.finding.step - 1)
 
     @property
     def them(self) -> str:
@@ -45,7 +46,7 @@ class Case:
 def explain(case: Case) -> list[str]:
     """The causes of a difference, as sentences, the most telling first."""
     data = _samples(case)
-    found = _learning_rate(case) + data
+    found = _learning_rate(case) + case.runs.causes(case) + data
     if not data:
         # With other samples everything after them differs too, and no experiment would tell
         # anything.
@@ -63,10 +64,10 @@ def _learning_rate(case: Case) -> list[str]:
         for ours, theirs in zip(step["rates"], other["rates"], strict=True):
             if abs(ours - theirs) > 1e-12 * abs(theirs):
                 return [
-                    f"learning rate: step {number + 1} is taken with {ours:.6g} by {case.them}, "
-                    f"and with {theirs:.6g} alone. The scheduler (or code that sets the rate) "
-                    "depends on the number of workers; it must advance once an optimizer step or "
-                    "epoch, whatever the world"
+                    f"learning rate: {case.trace.step_name(number)} is taken with {ours:.6g} by "
+                    f"{case.them}, and with {theirs:.6g} alone. The scheduler (or code that sets "
+                    "the rate) depends on the number of workers; it must advance once an optimizer "
+                    "step or epoch, whatever the world"
                 ]
     return []
 
@@ -90,9 +91,10 @@ def _samples(case: Case) -> list[str]:
         ours, theirs = case.trace.steps[number]["samples"], case.reference.steps[number]["samples"]
         shares = ", ".join(map(str, case.trace.steps[number]["shares"]))
         how = "repeated, as padding of the last batch does" if ours > theirs else "left out"
+        how = "" if case.runs.subject.own_batches else f": some are {how}"
         said.append(
-            f"samples: step {number + 1} trains {case.them} on {ours} samples (by rank: {shares}), "
-            f"and alone on {theirs}: some are {how}"
+            f"samples: {case.trace.step_name(number)} trains {case.them} on {ours} samples (by "
+            f"rank: {shares}), and alone on {theirs}{how}"
         )
     if orders:
         loader, _, epoch = orders[0].rpartition("/")
@@ -102,40 +104,40 @@ def _samples(case: Case) -> list[str]:
             "must give the order of the whole epoch, which allhands deals out"
         )
     elif not said:
-        if case.probe.random_data:
-            said.append(f"random data: {case.probe.random_data}")
+        if case.runs.probe.random_data:
+            said.append(f"random data: {case.runs.probe.random_data}")
         else:
             said.append(
-                f"samples: the order is the same, but in step {number + 1} {case.them} train on "
-                "other samples of it than one process"
+                f"samples: the order is the same, but in {case.trace.step_name(number)} "
+                f"{case.them} train on other samples of it than one process"
             )
     return said
 
 
 def _ranks(case: Case) -> list[str]:
     said = []
-    total = sum(p.requires_grad for p in case.model.parameters())
+    total = case.runs.subject.parameters
     for kind in ("parameters", "buffers"):
         number = next((n for n, step in enumerate(case.trace.steps) if step["apart"][kind]), None)
         if number is None:
             continue
         names = case.trace.steps[number]["apart"][kind]
+        step = case.trace.step_name(number)
         if kind == "buffers":
             said.append(
-                f"buffers: after step {number + 1} and the state's sync_buffers() the ranks "
+                f"buffers: after {step} and the state's sync_buffers() the ranks "
                 "hold different values of "
                 f"{listed(names)}; what is evaluated and saved depends on the rank"
             )
             continue
         where = (
-            f"the ranks hold different weights after step {number + 1}, in {len(names)} of "
-            f"{total} parameters"
+            f"the ranks hold different weights after {step}, in {len(names)} of {total} parameters"
         )
         if case.trace.unwrapped:
             said.append(
                 f"unwrapped module: {where}, and the module that the strategy made to exchange "
                 "gradients was never called. The forward pass calls model.module, or an inner "
-                "module or method; call model(...) itself in handle_batch"
+                f"module or method; call the module itself in {case.runs.subject.calls}"
             )
         else:
             said.append(
@@ -150,15 +152,11 @@ def _ranks(case: Case) -> list[str]:
 
 def _experiments(case: Case) -> list[str]:
     """Train again without what is suspected; what makes the difference disappear is a cause."""
-    suspects = {
-        kind: [name or "the model" for name, _ in frozen_modules(case.model, kind)]
-        for kind in ("batchnorm", "dropout")
-    }
-    suspects = {kind: names for kind, names in suspects.items() if names}
+    suspects = {kind: names for kind, names in case.runs.subject.modules.items() if names}
     # Two steps more than it took to see it.
-    steps = min(case.steps, case.finding.step + 2)
+    steps = min(case.steps, case.number + 2)
     wanted = {kind: Variation(steps, frozen=kind) for kind in suspects}
-    if len(suspects) > 1 or case.probe.draws:
+    if len(suspects) > 1 or case.runs.probe.draws:
         wanted["all"] = Variation(steps, frozen="all")
     if _first_uneven(case):
         wanted["drop_last"] = Variation(steps, drop_last=True)
@@ -191,10 +189,10 @@ def _experiments(case: Case) -> list[str]:
     if "drop_last" in gone:
         shares = ", ".join(map(str, case.trace.steps[case.finding.step - 1]["shares"]))
         said.append(
-            f"uneven shares: step {case.finding.step} is the first in which the ranks have "
-            f"different numbers of samples ({shares}), and with drop_last=True, which leaves such "
-            "steps out, the difference disappears. Something averages over ranks and not over "
-            "samples"
+            f"uneven shares: {case.trace.step_name(case.finding.step - 1)} is the first in which "
+            f"the ranks have different numbers of samples ({shares}), and with drop_last=True, "
+            "which leaves such steps out, the difference disappears. Something averages over "
+            "ranks and not over samples"
         )
     return said
 
@@ -258,17 +256,17 @@ def _alone(case: Case) -> list[str]:
                 f"{found.step} ({_measured(found)})"
             )
             break
-    if case.probe.unregistered:
+    if case.runs.probe.unregistered:
         said.append(
-            f"unregistered: {listed(case.probe.unregistered)} takes part in the loss without being "
-            "a parameter of the model"
+            f"unregistered: {listed(case.runs.probe.unregistered)} takes part in the loss without "
+            "being a parameter of the model"
         )
     return said
 
 
 def _nothing_confirmed(case: Case) -> str:
     finding = case.finding
-    total = sum(p.requires_grad for p in case.model.parameters())
+    total = case.runs.subject.parameters
     where = (
         f"; in that step it is in {len(finding.names)} of {total} parameters: "
         f"{listed(finding.names)}"

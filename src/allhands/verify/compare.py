@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,17 +20,17 @@ from allhands.runner import SupervisedRunner
 from allhands.step.closure import takes_closure
 from allhands.strategies import Strategy, strategy_named
 from allhands.verify import causes, probes
-from allhands.verify.noise import FACTOR, Difference, Noise, floor_of, judge, nearest
+from allhands.verify.noise import FACTOR, Difference, Noise, judge, nearest
 from allhands.verify.recorder import ALL_GRADIENTS, ALL_PARAMETERS
 from allhands.verify.report import DIFFERS, LOSSY, SAME, Report, Row, require_matplotlib
+from allhands.verify.runner_runs import RunnerRuns, settings_to_check
 from allhands.verify.runs import (
+    CannotVary,
     Runs,
     Trace,
     Variation,
     bytes_of,
     leaves_on_sigterm,
-    settings_to_check,
-    smallest_cut,
 )
 
 # The reference run keeps the gradients and the parameters of every step; not more than this.
@@ -110,14 +111,9 @@ def verify(
         UserError: an argument cannot be honoured, or the training itself refuses to run so.
         WorkerError: a worker failed.
     """
-    chosen = _strategies(strategies)
+    chosen = strategies_of(strategies)
     counts = _counts(workers)
-    if world_around():
-        raise UserError(
-            "verify starts the worlds that it compares, and this process is one of a world of "
-            f"{world_around()} already; run it "
-            "in one process, without torchrun, srun, mpirun or `allhands launch`"
-        )
+    refuse_world_around()
     check_whole("steps", steps, unit="optimizer steps")
     if runner is not None and not isinstance(runner, SupervisedRunner):
         raise UserError(f"runner is {kind_of(runner)}; pass a SupervisedRunner, or leave it out")
@@ -156,33 +152,46 @@ def verify(
             # Refuses now what it would refuse after the first runs.
             plan(strategy, count, runner.device)
             strategy.check_training(settings, count)
-    compared, notes = _steps_that_fit(model, steps)
+    compared, notes = steps_that_fit(bytes_of(model), steps)
 
     # Some runs follow one another: torch is imported once for all of them.
     with leaves_on_sigterm(), idle_agents.kept(60.0):
-        runs = Runs(objects, runner.device)
+        runs = RunnerRuns(objects, runner.device)
         try:
-            report = _compare(runs, objects, chosen, counts, compared)
+            report = compare(runs, chosen, counts, compared)
         finally:
             runs.close()
     report.notes = notes + report.notes
+    return show(report, plot)
+
+
+def refuse_world_around() -> None:
+    """Raise `UserError` in a process that is part of a world."""
+    if world_around():
+        raise UserError(
+            "verify starts the worlds that it compares, and this process is one of a world of "
+            f"{world_around()} already; run it "
+            "in one process, without torchrun, srun, mpirun or `allhands launch`"
+        )
+
+
+def show(report: Report, plot: str | Path | None) -> Report:
+    """Print the table, and draw the plot if there is to be one."""
     print(report.table())
     if plot is not None:
         report.save_plot(plot)
     return report
 
 
-def _compare(
-    runs: Runs, objects: dict[str, Any], strategies: list[Strategy], counts: list[int], steps: int
-) -> Report:
+def compare(runs: Runs, strategies: list[Strategy], counts: list[int], steps: int) -> Report:
+    """The report of a training with each strategy and number of workers."""
     rows, notes = [], []
-    probe = probes.Probe(runs.path)
     for workers in counts:
         baselines: dict[int, Baseline] = {}
         for strategy in strategies:
             shares = strategy.shares(workers)  # into which the samples are dealt out
             if shares not in baselines:
-                baselines[shares] = _baseline(runs, objects, shares, steps)
+                baselines[shares] = _baseline(runs, shares, steps)
                 notes += [note for note in baselines[shares].notes if note not in notes]
             baseline = baselines[shares]
             try:
@@ -191,12 +200,11 @@ def _compare(
                 raise UserError(
                     f"{strategy.name} with {workers} worker{'s' if workers > 1 else ''}: {error}"
                 ) from None
-            exact = strategy.exact_for(objects["optimizer"], objects["clip_norm"])
+            exact = runs.exact(strategy)
             row, finding = _row(strategy, workers, trace, baseline, exact)
             if finding is not None and row.verdict == DIFFERS:
                 case = causes.Case(
                     runs,
-                    objects["model"],
                     strategy,
                     workers,
                     steps,
@@ -205,7 +213,6 @@ def _compare(
                     baseline.noise,
                     baseline.refused,
                     finding,
-                    probe,
                     exact,
                 )
                 row.causes = causes.explain(case)
@@ -213,11 +220,13 @@ def _compare(
         for baseline in baselines.values():
             runs.forget(baseline.path)
     rows.sort(key=lambda row: [strategy.in_words() for strategy in strategies].index(row.strategy))
-    notes += probe.notes()
+    notes += runs.probe.notes()
     about = (
         f"{len(baseline.trace.steps)} optimizer steps distributed, against one process on the same "
         f"global batches; more than {FACTOR:g} times the noise is a difference"
     )
+    if any(step["optimizer"] for step in baseline.trace.steps):
+        about += "; the steps of each optimizer are counted for themselves"
     return Report(rows, about, notes)
 
 
@@ -250,12 +259,13 @@ def _row(
                 FACTOR * baseline.noise.at(number, name) for number in range(len(trace.steps))
             ],
         }
+    optimizer = trace.optimizer(shown.step - 1) if shown else ""
     row = Row(
         strategy.in_words(),
         workers,
         verdict,
-        finding.step if finding is not None else None,
-        shown.what if shown else "",
+        trace.number(finding.step - 1) if finding is not None else None,
+        (f"{optimizer}: " if optimizer else "") + (shown.what if shown else ""),
         shown.difference if shown else 0.0,
         shown.noise if shown else 0.0,
         curves=curves,
@@ -263,19 +273,19 @@ def _row(
     return row, finding
 
 
-def _baseline(runs: Runs, objects: dict[str, Any], workers: int, steps: int) -> Baseline:
+def _baseline(runs: Runs, workers: int, steps: int) -> Baseline:
     """Run alone, and measure what rounding does to it."""
     path, trace = runs.reference(Variation(steps, alone_for=workers))
-    noise = Noise(floor_of(objects["model"]))
+    noise = Noise(runs.subject.floor)
     baseline = Baseline(path, trace, noise)
-    limit = _plausible(objects)
+    limit = runs.subject.plausible
     in_double = None
-    if objects["precision"] != "fp16" and noise.floor > 1e-12:
+    if runs.subject.in_double:
         try:
             in_double = runs.alone(Variation(steps, alone_for=workers, double=True), path)
-        except AllhandsError:
-            raise
         except Exception as error:  # whatever the user's code says to float64
+            if isinstance(error, AllhandsError) and not isinstance(error, CannotVary):
+                raise
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
             baseline.notes.append(
                 f"the training cannot run in float64 ({text}), so the noise is that of other "
@@ -293,10 +303,13 @@ def _baseline(runs: Runs, objects: dict[str, Any], workers: int, steps: int) -> 
         "repeated": Variation(steps, alone_for=workers),
         "reversed": Variation(steps, alone_for=workers, reverse=True),
     }
-    cut = smallest_cut(objects, workers)
+    cut = runs.cut(workers)
     if cut > 1:
         others["cut"] = Variation(steps, alone_for=workers, cut=cut)
-    traces = {name: runs.alone(variation, path) for name, variation in others.items()}
+    traces = {}
+    for name, variation in others.items():
+        with contextlib.suppress(CannotVary):
+            traces[name] = runs.alone(variation, path)
     # All are judged by the same noise, whatever the order in which they ran.
     accepted = []
     for name, other in traces.items():
@@ -307,26 +320,15 @@ def _baseline(runs: Runs, objects: dict[str, Any], workers: int, steps: int) -> 
             baseline.refused[name] = found
     for other in accepted:
         noise.add(other)
-    if "repeated" not in baseline.refused and nearest(traces["repeated"], noise) is not None:
-        largest = nearest(traces["repeated"], noise)
-        assert largest is not None
+    again = "repeated" in traces and "repeated" not in baseline.refused
+    largest = nearest(traces["repeated"], noise) if again else None
+    if largest is not None:
         baseline.notes.append(
             f"the training alone, run twice, is not the same to the bit (step {largest.step}, "
             f"{largest.what}: {largest.difference:.1e}). Kernels that add in no fixed order do "
             "that; torch.use_deterministic_algorithms(True) names them. It is part of the noise"
         )
     return baseline
-
-
-def _plausible(objects: dict[str, Any]) -> float:
-    """How far rounding alone can possibly take the loss and the gradients of the first step,
-    relatively."""
-    eps = floor_of(objects["model"]) / 4
-    if objects["precision"] != "fp32":
-        eps = torch.finfo(torch.bfloat16).eps
-    elif objects["runner"].device != "cpu" and torch.cuda.is_available():
-        eps = 2.0**-10  # TF32, which convolutions use without being asked
-    return min(0.05, 1000 * eps)
 
 
 def _within(trace: Trace, limit: float) -> bool:
@@ -351,7 +353,12 @@ NOT_STEPS = (
 )
 
 
-def _strategies(given: Any) -> list[Strategy]:
+def strategies_of(given: Any) -> list[Strategy]:
+    """Strategies by name, or as they are.
+
+    Raises:
+        UserError: there is none of that name, or it takes no optimizer steps.
+    """
     items = [given] if isinstance(given, (str, Strategy, type)) else list(given)
     if not items:
         raise UserError("strategies is empty; write strategies=('ddp',)")
@@ -382,9 +389,10 @@ def _counts(given: Any) -> list[int]:
     return items
 
 
-def _steps_that_fit(model: nn.Module, steps: int) -> tuple[int, list[str]]:
-    """How many steps are compared, and a note when they are fewer than was asked for."""
-    each = 2 * bytes_of(model)
+def steps_that_fit(nbytes: int, steps: int) -> tuple[int, list[str]]:
+    """How many steps are compared of a model with so many bytes of trained parameters, and a note
+    when they are fewer than was asked for."""
+    each = 2 * nbytes
     if not each:
         raise UserError("the model has no parameter that is trained; there is nothing to verify")
     fit = MEMORY // each

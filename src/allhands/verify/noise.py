@@ -7,17 +7,12 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-
 from allhands.verify.recorder import ALL_PARAMETERS, Step
 from allhands.verify.runs import Trace
 
 #: A difference is real when it is more than so many times the noise. docs/verify.md has the figures
 #: that it was chosen from.
 FACTOR = 20.0
-# The noise is at least so many times the distance between 1 and the next number of the parameters'
-# type.
-_FLOOR = 4.0
 
 
 @dataclass
@@ -94,12 +89,6 @@ class Noise:
         return max(self.floor, known.get(name, 0.0), statistics.median(alike) if alike else 0.0)
 
 
-def floor_of(model: torch.nn.Module) -> float:
-    """The least noise that is assumed, from the type of the first floating-point parameter."""
-    kinds = [p.dtype for p in model.parameters() if p.is_floating_point()]
-    return _FLOOR * torch.finfo(kinds[0] if kinds else torch.float32).eps
-
-
 def judge(trace: Trace, reference: Trace, noise: Noise, exact: bool = True) -> Difference | None:
     """Where a run first differs from its reference by more than rounding; None when it never does.
 
@@ -137,6 +126,9 @@ def _differences(
     number: int, step: Step, other: Step, noise: Noise, exact: bool
 ) -> Iterator[Difference]:
     """What differs in one step, causes before what follows from them."""
+    if step["optimizer"] != other["optimizer"]:
+        yield Difference(number + 1, "order of optimizers", float("nan"), 0.0, "equal", [])
+        return
     comparable = step["content"] is not None and other["content"] is not None
     if comparable and step["samples"] != other["samples"]:
         yield Difference(
@@ -190,6 +182,7 @@ def _beyond(number: int, distance: dict[str, float], noise: Noise) -> Iterator[D
     if beyond:
         first = beyond[0]
         names = [name.partition(" of ")[2] or name.partition(" ")[2] for name in beyond]
+        names = [name for name in names if name]
         yield Difference(
             number + 1, first, distance[first], noise.at(number, first), "rounding", names
         )

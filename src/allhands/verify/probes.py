@@ -8,7 +8,7 @@ import pickle
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -212,6 +212,18 @@ class Probe:
             batches[0],
             loss_rule(criterion, feed, objects["runner"]),
         )
+
+
+class NoProbe:
+    """In place of a `Probe` of objects that cannot be looked at."""
+
+    unregistered: ClassVar[list[str]] = []
+    random_data = ""
+    draws = False
+
+    def notes(self) -> list[str]:
+        """Nothing."""
+        return []
 
 
 @contextmanager

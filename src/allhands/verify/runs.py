@@ -4,32 +4,32 @@ changed."""
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import shutil
 import signal
 import threading
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from allhands.data import Feed, Source, map_tensors
-from allhands.errors import UserError, WorldError
+from allhands.errors import AllhandsError
 from allhands.launch import ship
-from allhands.launch.unpicklable import explain
-from allhands.loop.reporter import Reporter
 from allhands.loop.settings import Data
-from allhands.loop.workers import Plan, plan
-from allhands.runner.train_settings import TrainSettings
-from allhands.runner.training import Training
-from allhands.strategies import Single, Strategy
-from allhands.verify.recorder import Recorder, Step, tensors_of
-from allhands.world import World
+from allhands.strategies import Strategy
+from allhands.verify.recorder import Step, tensors_of
 
+if TYPE_CHECKING:
+    from allhands.verify.causes import Case
+
+# The noise is at least so many times the distance between 1 and the next number of the parameters'
+# type.
+_FLOOR = 4.0
 _DROPOUTS = (nn.modules.dropout._DropoutNd, nn.MultiheadAttention)
 
 
@@ -46,6 +46,8 @@ class Variation:
         double: weights and inputs in float64, without autocast.
         frozen: modules that stay in evaluation mode: "batchnorm", "dropout", "all" or "".
         drop_last: leave out a last global batch that is short.
+        stream: added to the number of the stream from which the global generators draw.
+        by_rank: also call each step function once on every rank with the same batch.
     """
 
     steps: int
@@ -55,6 +57,8 @@ class Variation:
     double: bool = False
     frozen: str = ""
     drop_last: bool = False
+    stream: int = 0
+    by_rank: bool = False
 
 
 @dataclass
@@ -66,12 +70,85 @@ class Trace:
         orders: a checksum of the order of each epoch, by loader and epoch.
         failure: the `WorldError` that ended the run early, or "".
         unwrapped: the module that the strategy gave to call was never called.
+        draws: of a script, the lines that draw from a global random generator in the loop.
+        collectives: of a script, those that call torch.distributed in the loop.
+        by_rank: see `Variation`: the losses by rank, for each step function.
     """
 
     steps: list[Step]
     orders: dict[str, int] = field(default_factory=dict)
     failure: str = ""
     unwrapped: bool = False
+    draws: list[str] = field(default_factory=list)
+    collectives: list[str] = field(default_factory=list)
+    by_rank: dict[str, list[float]] = field(default_factory=dict)
+
+    def number(self, index: int) -> int:
+        """Of the step with this index, among those of its optimizer."""
+        return int(self.steps[index]["number"]) if index < len(self.steps) else index + 1
+
+    def optimizer(self, index: int) -> str:
+        """The name of the optimizer that took the step with this index; "" where there is one."""
+        return str(self.steps[index]["optimizer"]) if index < len(self.steps) else ""
+
+    def step_name(self, index: int) -> str:
+        """The step with this index, in words."""
+        optimizer = self.optimizer(index)
+        return f"step {self.number(index)}" + (f" of '{optimizer}'" if optimizer else "")
+
+
+@dataclass
+class Subject:
+    """What is known of a training before it is compared.
+
+    Attributes:
+        floor: the least noise that is assumed, see `floor_of`.
+        plausible: how far rounding alone can possibly take the loss and the gradients of the first
+            step, relatively.
+        in_double: whether a run in float64 says anything.
+        parameters: how many are trained.
+        own_batches: each rank makes its batches itself.
+        modules: the names of BatchNorm and Dropout modules, by "batchnorm" and "dropout".
+        calls: what calls the model in a step, for advice.
+    """
+
+    floor: float
+    plausible: float
+    in_double: bool
+    parameters: int
+    modules: dict[str, list[str]]
+    calls: str = "handle_batch"
+    own_batches: bool = False
+
+
+def subject_of(model: nn.Module, precision: str, device: str | None) -> Subject:
+    """What is known of the training of a model, on "cpu" or a GPU."""
+    floor = floor_of(model)
+    eps = floor / 4
+    if precision != "fp32":
+        eps = torch.finfo(torch.bfloat16).eps
+    elif device != "cpu" and torch.cuda.is_available():
+        eps = 2.0**-10  # TF32, which convolutions use without being asked
+    return Subject(
+        floor,
+        min(0.05, 1000 * eps),
+        precision != "fp16" and floor > 1e-12,
+        sum(p.requires_grad for p in model.parameters()),
+        {
+            kind: [name or "the model" for name, _ in frozen_modules(model, kind)]
+            for kind in ("batchnorm", "dropout")
+        },
+    )
+
+
+def floor_of(model: nn.Module) -> float:
+    """The least noise that is assumed, from the type of the first floating-point parameter."""
+    kinds = [p.dtype for p in model.parameters() if p.is_floating_point()]
+    return _FLOOR * torch.finfo(kinds[0] if kinds else torch.float32).eps
+
+
+class CannotVary(AllhandsError):
+    """The training does not run with what a `Variation` changes; its first line says why."""
 
 
 class GlobalBatches(Data):
@@ -82,7 +159,7 @@ class GlobalBatches(Data):
     """
 
     def __init__(self, data: Data, variation: Variation, accumulate: int, evaluates: bool) -> None:
-        super().__init__(data.loaders, data.datasets, data.same_everywhere)
+        super().__init__(data.loaders, data.datasets, data.same_everywhere, data.optional)
         self.variation, self.accumulate, self.evaluates = variation, accumulate, evaluates
 
     def sources(self, seed: int) -> dict[str, Source]:
@@ -92,7 +169,7 @@ class GlobalBatches(Data):
         if variation.drop_last:
             for source in trained:
                 source.drop_last = True
-        if variation.alone_for and not _batches_are_made(trained):
+        if variation.alone_for and not batches_are_made(trained):
             for source in trained:
                 if source.batch_size is not None:  # what is wrong with None, the feed says
                     source.batch_size = (
@@ -101,32 +178,36 @@ class GlobalBatches(Data):
         return sources if self.evaluates else {source.name: source for source in trained}
 
 
-def _batches_are_made(trained: list[Source]) -> bool:
+def accumulate_for(variation: Variation, accumulate: int, trained: list[Source]) -> int:
+    """Micro-batches in one step of `GlobalBatches`."""
+    if not variation.alone_for:
+        return accumulate
+    return variation.alone_for * accumulate if batches_are_made(trained) else variation.cut
+
+
+def smallest_cut(trained: list[Source], shares: int, accumulate: int) -> int:
+    """Into how many equal micro-batches every global batch can be cut, at least 2; 1 when it cannot
+    be."""
+    if batches_are_made(trained) or not trained:
+        return 1
+    common = math.gcd(*(int(source.batch_size or 1) * shares * accumulate for source in trained))
+    # One sample in a micro-batch is more than another order of summation: BatchNorm refuses it.
+    return next((number for number in range(2, common // 2 + 1) if common % number == 0), 1)
+
+
+def batches_are_made(trained: list[Source]) -> bool:
+    """Whether a batch sampler of the user's makes batches of one of the loaders."""
     return any(source.batch_sampler is not None for source in trained)
 
 
-class Runs:
-    """The user's objects, and the folder through which they and the reference runs reach every
-    process.
+class Runs(ABC):
+    """The runs of one training, and the folder through which references reach every process."""
 
-    The objects are written once and read anew for every run, here and in the workers, as `train`
-    sends them to workers: a run leaves no trace in the user's own objects nor in another run.
+    subject: Subject
+    probe: Any
 
-    Args:
-        objects: what `verify` was given: runner, model, criterion, optimizer, scheduler, data,
-            seed, accumulate, clip_norm, precision.
-        device: "cpu", "cuda" or None, as for `SupervisedRunner`.
-    """
-
-    def __init__(self, objects: dict[str, Any], device: str | None) -> None:
-        self.device = device
+    def __init__(self) -> None:
         self._folders: list[str] = []
-        try:
-            self.path = ship.dump(objects, self._folder)
-        except (UserError, OSError):
-            raise
-        except Exception as error:
-            raise explain(error, objects) from None
 
     def _folder(self, nbytes: int) -> str:
         self._folders.append(ship.make_directory(nbytes))
@@ -152,162 +233,39 @@ class Runs:
             shutil.rmtree(folder, ignore_errors=True)
             self._folders.remove(folder)
 
+    @abstractmethod
+    def cut(self, shares: int) -> int:
+        """Into how many equal micro-batches every global batch can be cut, at least 2; 1 when it
+        cannot be."""
+
+    @abstractmethod
+    def exact(self, strategy: Strategy) -> bool:
+        """Whether the strategy is exact in this training."""
+
+    @abstractmethod
     def alone(
         self, variation: Variation, reference: str | None = None, keep: bool = False
     ) -> Trace:
-        """Run in this process."""
-        here = Plan(Single(), 0, self.device)
-        (trace,) = here.run(
-            perform, None, (self.path, Single(), [(asdict(variation), reference)], keep)
-        )
-        return Trace(**trace)
+        """Run in one process.
 
+        Raises:
+            CannotVary: the training does not run with that variation.
+        """
+
+    @abstractmethod
     def distributed(
         self, strategy: Strategy, workers: int, wanted: list[tuple[Variation, str]]
     ) -> list[Trace]:
-        """Run in `workers` new processes, one run after another, each against its reference.
+        """Run in `workers` new processes, each variation against its reference.
 
         Raises:
             UserError: the strategy cannot run so.
             WorkerError: a worker failed.
         """
-        given = (
-            self.path,
-            strategy,
-            [(asdict(variation), reference) for variation, reference in wanted],
-            False,
-        )
-        return [
-            Trace(**trace)
-            for trace in plan(strategy, workers, self.device).run(perform, None, given)
-        ]
 
-
-def perform(
-    runner: None, given: Any, world: World, reporter: Reporter, shipped: bool
-) -> list[dict[str, Any]]:
-    """A job for `Plan.run`: trains once for each variation; what each did, as plain data."""
-    path, strategy, wanted, keep = given
-    return [
-        vars(
-            _train(
-                ship.load(path),
-                copy.deepcopy(strategy),
-                Variation(**variation),
-                reference,
-                keep,
-                world,
-            )
-        )
-        for variation, reference in wanted
-    ]
-
-
-def _train(
-    objects: dict[str, Any],
-    strategy: Strategy,
-    variation: Variation,
-    reference: str | None,
-    keep: bool,
-    world: World,
-) -> Trace:
-    # The other ranks hold the same weights, or `apart` says so; their distance need not be measured
-    # too.
-    recorder = Recorder(
-        variation.steps, ship.load(reference) if reference and world.rank == 0 else None, keep
-    )
-    settings = _settings(objects, strategy, variation, recorder)
-    _freeze(settings.model, variation.frozen)
-    runner = objects["runner"]
-    if variation.double:
-        settings.model.double()
-        if isinstance(settings.criterion, nn.Module):
-            settings.criterion.double()
-    training = Training(runner, settings, world, Reporter())
-    trace = Trace(recorder.steps)
-    for feed in training.loop.trained:
-        _watch_order(feed, trace.orders, variation.reverse)
-    if variation.double:
-        handle_batch = training.forward.handle_batch
-        training.forward.handle_batch = lambda model, batch: handle_batch(model, _double(batch))
-    try:
-        training.run()
-    except WorldError as error:
-        trace.failure = str(error)
-    if not recorder.steps:
-        raise UserError(
-            "the training takes no optimizer step: the data holds fewer samples than one global "
-            "batch, and drop_last=True leaves "
-            "a short one out; write drop_last=False, or a smaller batch_size"
-        )
-    trace.unwrapped = recorder.wraps and recorder.calls == 0
-    return trace
-
-
-def _settings(
-    objects: dict[str, Any], strategy: Strategy, variation: Variation, recorder: Recorder
-) -> TrainSettings:
-    accumulate = objects["accumulate"]
-    scheduler = (
-        objects["scheduler"][0] if isinstance(objects["scheduler"], tuple) else objects["scheduler"]
-    )
-    # Other loaders do not change the training, unless the learning rate follows what they measure.
-    evaluates = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-    data = GlobalBatches(objects["data"], variation, accumulate, evaluates)
-    data.same_everywhere = True  # every process reads the one file
-    if variation.alone_for:
-        made = _batches_are_made(
-            [source for source in data.sources(objects["seed"]).values() if source.trains]
-        )
-        accumulate = variation.alone_for * accumulate if made else variation.cut
-    return TrainSettings(
-        model=objects["model"],
-        criterion=objects["criterion"],
-        optimizer=objects["optimizer"],
-        scheduler=objects["scheduler"],
-        data=data,
-        metrics={},
-        callbacks=[recorder],
-        logdir=None,
-        num_epochs=variation.steps,
-        steps_per_epoch=objects["steps_per_epoch"],
-        evaluate_every=objects["evaluate_every"] if evaluates else None,
-        valid_loader=None,
-        main_metric="loss",
-        minimize_metric=True,
-        verbose=False,
-        resume=None,
-        seed=objects["seed"],
-        accumulate=accumulate,
-        clip_norm=objects["clip_norm"],
-        precision="fp32" if variation.double else objects["precision"],
-        check=False,
-        overfit=False,
-        load_best_on_end=False,
-        log_every=variation.steps,
-        cut_short=True,
-        strategy=strategy,
-    )
-
-
-def settings_to_check(objects: dict[str, Any], steps: int) -> TrainSettings:
-    """The user's training as it is, for `TrainSettings.validate`."""
-    return _settings(objects, Single(), Variation(steps), Recorder(steps))
-
-
-def smallest_cut(objects: dict[str, Any], workers: int) -> int:
-    """Into how many equal micro-batches every global batch can be cut, at least 2; 1 when it cannot
-    be."""
-    trained = [
-        source for source in objects["data"].sources(objects["seed"]).values() if source.trains
-    ]
-    if _batches_are_made(trained) or not trained:
-        return 1
-    common = math.gcd(
-        *(int(source.batch_size or 1) * workers * objects["accumulate"] for source in trained)
-    )
-    # One sample in a micro-batch is more than another order of summation: BatchNorm refuses it.
-    return next((number for number in range(2, common // 2 + 1) if common % number == 0), 1)
+    def causes(self, case: Case) -> list[str]:
+        """Causes of a difference that only this kind of run knows, as sentences."""
+        return []
 
 
 def frozen_modules(model: nn.Module, kind: str) -> list[tuple[str, nn.Module]]:
@@ -325,7 +283,8 @@ def frozen_modules(model: nn.Module, kind: str) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def _freeze(model: nn.Module, kind: str) -> None:
+def freeze(model: nn.Module, kind: str) -> None:
+    """Leave modules in evaluation mode, see `Variation.frozen`."""
     for _, module in frozen_modules(model, kind) if kind else ():
         module.eval()
         module.train = _Stays(module)  # type: ignore[method-assign]
@@ -341,7 +300,7 @@ class _Stays:
         return self.module
 
 
-def _watch_order(feed: Feed, orders: dict[str, int], reverse: bool) -> None:
+def watch_order(feed: Feed, orders: dict[str, int], reverse: bool) -> None:
     """Note a checksum of each epoch's order; with `reverse`, turn round the samples of each global
     batch."""
     order = feed.order
@@ -363,7 +322,8 @@ def _watch_order(feed: Feed, orders: dict[str, int], reverse: bool) -> None:
     setattr(order, name, drawn)
 
 
-def _double(value: Any) -> Any:
+def doubled(value: Any) -> Any:
+    """The same with its floating-point tensors in float64."""
     return map_tensors(value, lambda t: t.double() if t.is_floating_point() else t)
 
 

@@ -1,0 +1,300 @@
+"""A loop of the user's own in a run of a comparison: what it does is recorded, and what the run
+varies is changed."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from allhands.comm import all_gather_rows
+from allhands.data import Source, map_tensors, preserved_generators, seed_everything
+from allhands.errors import UserError
+from allhands.loop.epoch import Batch
+from allhands.loop.loop import Loop
+from allhands.loop.optimizer_group import OptimizerGroup
+from allhands.loop.settings import Data
+from allhands.loop.step_function import Rows, loss_in, rows_of
+from allhands.loop.workers import strategy_from
+from allhands.step.modes import evaluation_mode
+from allhands.strategies import DDP, Single, Strategy
+from allhands.verify.observed_calls import ObservedCalls
+from allhands.verify.recorder import Recorder, Step
+from allhands.verify.runs import (
+    GlobalBatches,
+    Trace,
+    Variation,
+    accumulate_for,
+    bytes_of,
+    doubled,
+    freeze,
+    smallest_cut,
+    subject_of,
+    watch_order,
+)
+from allhands.world import World
+
+
+class Enough(SystemExit):
+    """So many steps were recorded as was asked for; ends the script."""
+
+
+class ScriptRun:
+    """One run of the user's script in this process.
+
+    Args:
+        variation: what is different in it.
+        stepped: called after every step.
+        strategy: in place of the loop's own; None keeps that.
+        strategies: those that are compared, asked whether they are exact; none for the loop's own.
+        largest: number of workers.
+        examines: only look at the loop that the script makes.
+        reference, keep: see `Recorder`.
+    """
+
+    def __init__(
+        self,
+        variation: Variation,
+        stepped: Callable[[], None],
+        strategy: Strategy | None = None,
+        strategies: Sequence[Strategy] = (),
+        largest: int = 0,
+        examines: bool = False,
+        reference: list[Step] | None = None,
+        keep: bool = False,
+    ) -> None:
+        self.variation, self.strategy = variation, strategy
+        self.strategies, self.largest = strategies, largest
+        self.examines, self._given, self._stepped = examines, (reference, keep), stepped
+        self.loops = 0
+        self.facts: dict[str, Any] = {}
+        self.calls = ObservedCalls()
+        self.recorder: Recorder | None = None
+        self.trace = Trace([])
+
+    def begin(self, loop: RecordedLoop) -> Recorder:
+        """A loop was made."""
+        self.loops += 1
+        if self.recorder is None:
+            self.recorder = Recorder(loop.world, *self._given)
+            self.trace.steps = self.recorder.steps
+        return self.recorder
+
+    def stepped(self) -> None:
+        """An optimizer has taken a step.
+
+        Raises:
+            Enough: all have taken enough.
+        """
+        self._stepped()
+        assert self.recorder is not None
+        if self.recorder.fewest >= self.variation.steps:
+            raise Enough(0)
+
+    def end(self) -> dict[str, Any]:
+        """What was recorded, as plain data."""
+        self.calls.end()
+        if self.recorder is not None:
+            self.trace.unwrapped = self.recorder.unwrapped
+        self.trace.draws, self.trace.collectives = self.calls.draws, self.calls.collectives
+        return vars(self.trace)
+
+
+class RecordedLoop(Loop):
+    """In place of `allhands.Loop` in the user's script. Nothing is written and nothing resumed."""
+
+    run: ClassVar[ScriptRun]
+
+    def __init__(self, **given: Any) -> None:
+        run = self.run
+        own = given.get("strategy")
+        given |= {"logdir": None, "resume": None, "save_every": None, "save_minutes": None}
+        given |= {"step": "eager", "strategy": run.strategy or own}
+        self._accumulate = given.get("accumulate", 1)
+        if run.examines or run.variation.alone_for:
+            given["strategy"] = Single()
+        if run.variation.alone_for:
+            given["accumulate"] = accumulate_for(run.variation, self._accumulate, _trained(given))
+        if run.variation.double:
+            for model in (given.get("models") or {"model": given["model"]}).values():
+                model.double()
+            given["precision"] = "fp32"
+        super().__init__(**given)
+        freeze(self.container, run.variation.frozen)
+        if run.examines:
+            run.facts = self._facts(own, _trained(given))
+            raise Enough(0)
+        self.recorder = run.begin(self)
+        for name, group in self.groups.items():
+            self.recorder.watch(group, self._label(name), self._prefix(group))
+        for feed in self.trained:
+            self.recorder.watch_feed(feed)
+            watch_order(feed, run.trace.orders, run.variation.reverse)
+            feed.epoch = run.calls.paused_in(feed.epoch)  # type: ignore[method-assign]
+        self.stream += run.variation.stream
+
+    def data_of(self, loaders: Any, datasets: Any) -> Data:
+        data = super().data_of(loaders, datasets)
+        # Schedules may follow what is evaluated.
+        return GlobalBatches(data, self.run.variation, self._accumulate, evaluates=True)
+
+    def _label(self, name: str) -> str:
+        label = name if len(self.groups) > 1 else ""
+        number = self.run.loops
+        return label if number == 1 else f"{label or 'optimizer'} of loop {number}"
+
+    def _prefix(self, group: OptimizerGroup) -> str:
+        """What makes the parameters' names those of all models of the script."""
+        names = [name for name, model in self.container.items() if model is group.settings.model]
+        prefix = f"{names[0]}." if names and self.several else ""
+        return prefix if self.run.loops == 1 else f"loop {self.run.loops}: {prefix}"
+
+    def _facts(self, own: Any, trained: list[Source]) -> dict[str, Any]:
+        strategy = strategy_from(own) or DDP()
+        model = self.container if self.several else self.container["model"]
+        subject = subject_of(model, self.settings.precision, self.world.device.type)
+        subject.calls, subject.own_batches = "the step function", not self.trained
+        return {
+            "strategy": pickle.dumps(strategy),
+            "exact": [
+                all(
+                    one.exact_for(group.optimizer, self.settings.clip_norm)
+                    for group in self.groups.values()
+                )
+                for one in self.run.strategies or [strategy]
+            ],
+            "subject": vars(subject),
+            "bytes": bytes_of(self.container),
+            "cuts": [
+                smallest_cut(trained, shares, self._accumulate) if trained else 2
+                for shares in range(self.run.largest + 1)
+            ],
+        }
+
+    # ------------------------------------------------------------------ steps
+
+    def begin(self) -> None:
+        super().begin()
+        self.run.calls.begin()
+
+    @contextmanager
+    def evaluation_state(self) -> Iterator[None]:
+        with self.run.calls.paused(), super().evaluation_state():
+            yield
+
+    def step(  # type: ignore[override]
+        self,
+        fn: Callable[[Any], Any] | None = None,
+        batch: Any = None,
+        optimizer: str | None = None,
+        again: bool = False,
+    ) -> None:
+        variation = self.run.variation
+        self._end_before(optimizer)
+        if fn is not None and not isinstance(batch, Batch):
+            batch = self._own_batch(batch)
+        if fn is not None and variation.by_rank:
+            self._call_by_rank(fn, batch, optimizer)
+        super().step(fn, batch, optimizer, again)
+        if variation.cut > 1 and self.has_gathered:
+            raise UserError("loop.gather gives the rows of one micro-batch")
+
+    @contextmanager
+    def accumulating(self, optimizer: str | None = None) -> Iterator[None]:
+        self._end_before(optimizer)
+        with super().accumulating(optimizer):
+            yield
+
+    def _end_before(self, optimizer: str | None) -> None:
+        """End the script where the optimizer has taken enough steps, and others fewer."""
+        group = self.groups[self._group_named(optimizer)]
+        if self.recorder.number(group) >= self.run.variation.steps:
+            raise Enough(0)
+
+    def _own_batch(self, own: Any) -> Batch:
+        """Rows that this rank has made itself."""
+        count, variation = rows_of(own) or 0, self.run.variation
+
+        def part(begin: int, end: int) -> Any:
+            return map_tensors(own, lambda t: t[begin:end] if t.dim() and len(t) == count else t)
+
+        if variation.reverse:
+            own = map_tensors(own, lambda t: t.flip(0) if t.dim() and len(t) == count else t)
+        batch = Batch.of(self, own)
+        self.recorder.see_own(count)
+        if variation.cut > 1 and count > 1:
+            cut = count // 2
+            halves = [part(0, cut), part(cut, count)]
+            batch = Batch(self, (halves, [cut, count - cut], batch.total, False))
+        return batch
+
+    def _call_by_rank(self, fn: Any, batch: Batch, optimizer: str | None) -> None:
+        """Note what a step function gives on each rank for one micro-batch, of rank 0."""
+        function, _ = self._function(fn, self._group_named(optimizer))
+        if function.where in self.run.trace.by_rank:
+            return
+        rows = same_everywhere(batch.parts[0], self.world)
+        with preserved_generators(), evaluation_mode(self.container), self.precision.autocast():
+            seed_everything(0)
+            loss: Any = loss_in(function(rows)[0], function.where)
+        value = loss[0] / loss[1] if isinstance(loss, tuple) else loss
+        mine = torch.as_tensor(value).detach().double().reshape(1).to(self.world.device)
+        values = [float(one) for one in all_gather_rows(mine, self.world)]
+        self.run.trace.by_rank[function.where] = values
+
+    def stepped(self, group: OptimizerGroup) -> None:
+        self.recorder.stepped(group)
+        super().stepped(group)
+        self.run.stepped()
+
+    def _observe(
+        self, name: str, output: Any, count: int, loss: torch.Tensor, factor: float, items: Any
+    ) -> None:
+        self.recorder.observe(loss, factor, items)
+        super()._observe(name, output, count, loss, factor, items)
+
+    def to_device(self, batch: Any) -> Any:
+        placed = super().to_device(batch)
+        return doubled(placed) if self.run.variation.double else placed
+
+    def _draw(self, draw: Callable[..., torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
+        # A sample keeps its numbers, wherever it stands in the batch.
+        reverse = self.run.variation.reverse
+
+        def drawn(*args: Any, **options: Any) -> torch.Tensor:
+            return draw(*args, **options).flip(0) if reverse else draw(*args, **options)
+
+        numbers = super()._draw(drawn, shape)
+        return numbers.double() if self.run.variation.double else numbers
+
+
+def _trained(given: Mapping[str, Any]) -> list[Source]:
+    """The loaders that are trained on."""
+    data = Data(given.get("loaders"), given.get("datasets"), optional=True)
+    sources = data.sources(given.get("seed", 42))
+    return [source for source in sources.values() if source.trains]
+
+
+def same_everywhere(rows: Rows, world: World) -> Rows:
+    """Rank 0's rows of a micro-batch."""
+    if world.world_size == 1:
+        return rows
+    held = [(rows.batch, rows.count, rows.total)]
+    dist.broadcast_object_list(held, src=0, device=world.device)
+    batch, count, total = held[0]
+    return Rows(batch, count, 0, total)
+
+
+def call_here(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    *,
+    workers: int | None = None,
+    device: str | None = None,
+) -> Any:
+    """In place of `allhands.spawn` in the user's script: the workers are there."""
+    return fn(*args)
