@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from allhands import UserError
-from allhands.checks import check_choice, check_flag, check_whole, is_number, is_whole
+from allhands.checks import check_bare, check_choice, check_flag, check_whole, is_number, is_whole
 
 
 def test_what_is_right_passes() -> None:
@@ -43,3 +43,19 @@ def test_what_is_right_passes() -> None:
 def test_what_is_wrong_is_refused(check: Callable[[], None], message: str) -> None:
     with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
         check()
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "call"),
+    [
+        ("accelerate.optimizer", "Accelerate", "accelerator.prepare"),
+        ("lightning.fabric.wrappers", "Lightning Fabric", "fabric.setup"),
+        ("lightning_fabric.wrappers", "Lightning Fabric", "fabric.setup"),
+    ],
+)
+def test_what_other_packages_have_wrapped_is_refused(module: str, name: str, call: str) -> None:
+    check_bare("optimizer", object())
+    wrapped = type("Wrapped", (), {"__module__": module})()
+    message = f"optimizer is {name}'s Wrapped; pass what {call}() was given, and leave that call"
+    with pytest.raises(UserError, match=re.escape(message)):
+        check_bare("optimizer", wrapped)
