@@ -140,7 +140,11 @@ def contrast(rows: torch.Tensor) -> torch.Tensor:
     return (rows @ rows.t()).logsumexp(1).mean()
 
 
-def train_gan(workers: int) -> Any:
+# For the models that `net` makes.
+SLICES = allhands.Tensor(plan={"0": "colwise", "2": "rowwise"})
+
+
+def train_gan(shares: int, strategy: Any = None) -> Any:
     g, d = net(4, 6), net(6, 1, seed=1)
     loop = allhands.Loop(
         models={"g": g, "d": d},
@@ -148,7 +152,8 @@ def train_gan(workers: int) -> Any:
             "g": torch.optim.Adam(g.parameters(), lr=0.01),
             "d": torch.optim.SGD(d.parameters(), lr=0.1),
         },
-        loaders={"train": loaders(workers)["train"]},
+        loaders={"train": loaders(shares)["train"]},
+        strategy=strategy,
     )
 
     def of_d(batch: Any) -> torch.Tensor:
@@ -194,10 +199,22 @@ def test_each_optimizer_updates_its_own_model() -> None:
 
 
 @pytest.mark.serial
-@pytest.mark.parametrize("workers", [2, 3])
-def test_optimizers_noise_and_whole_batches_on_workers(workers: int) -> None:
+@pytest.mark.parametrize(
+    ("workers", "shares", "strategy"),
+    [
+        (2, 2, None),
+        (3, 3, None),
+        (2, 2, allhands.DDP(optimizer_state="sharded")),
+        (2, 1, SLICES),
+        (4, 2, allhands.Mesh(dp=2, tp=2, tensor=SLICES)),
+    ],
+    ids=["2", "3", "sharded", "slices", "mesh"],
+)
+def test_optimizers_noise_and_whole_batches_on_workers(
+    workers: int, shares: int, strategy: Any
+) -> None:
     expected = gan_by_hand()
-    for found, _ in in_world(workers, train_gan, workers):
+    for found, _ in in_world(workers, train_gan, shares, strategy):
         assert_same(found, expected)
 
 
@@ -253,26 +270,40 @@ def test_steps_on_two_workers() -> None:
 # ---------------------------------------------------------------------- batches of one's own
 
 
-def train_on_own_batches(workers: int) -> Any:
+def train_on_own_batches(cuts: tuple[int, ...], strategy: Any = None) -> Any:
+    """`cuts` divide ten samples among the shares."""
     model = net()
-    loop = allhands.Loop(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    loop = allhands.Loop(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), strategy=strategy
+    )
     x, y = data().tensors
-    rank = loop.world.rank
+    share = loop.world.rank if strategy is None else 0
+
+    def loss_of(batch: Any) -> torch.Tensor:
+        blurred = batch[0] + 0.1 * loop.randn(len(batch[0]), 6)
+        return F.cross_entropy(loop.model(blurred), batch[1])
+
     for step in loop.steps(4):
         assert step.batch is None
         first = 10 * (step.number - 1)
-        rows = torch.arange(first, first + 10).tensor_split(workers)[rank]  # uneven with three
-        values = x[rows].mean(), len(rows)
-        centre = loop.mean(*values)
+        rows = torch.arange(first, first + 10).tensor_split(cuts)[share]
+        centre = loop.mean(x[rows].mean(), len(rows))
         assert float(centre) == pytest.approx(float(x[first : first + 10].mean()), abs=1e-6)
-        loop.step(lambda batch: F.cross_entropy(loop.model(batch[0]), batch[1]), (x[rows], y[rows]))
+        loop.step(loss_of, (x[rows], y[rows]))
     return weights(model)
 
 
 @pytest.mark.serial
-def test_batches_of_ones_own_are_one_global_batch() -> None:
-    expected = train_on_own_batches(1)
-    for found in in_world(3, train_on_own_batches, 3):
+@pytest.mark.parametrize(
+    ("workers", "cuts", "strategy"),
+    [(3, (1, 8), None), (2, (), SLICES)],
+    ids=["uneven", "slices"],
+)
+def test_batches_of_ones_own_are_one_global_batch(
+    workers: int, cuts: tuple[int, ...], strategy: Any
+) -> None:
+    expected = train_on_own_batches(())
+    for found in in_world(workers, train_on_own_batches, cuts, strategy):
         assert_same(found, expected)
 
 
@@ -638,3 +669,60 @@ def test_stop_ends_the_training_and_says_why(capsys: pytest.CaptureFixture[str])
     assert loop.global_step == 3
     with pytest.raises(allhands.UserError, match=r"loop\.epochs\(number\)=0"):
         next(small()[0].epochs(0))
+
+
+def call_the_plain_model(strategy: Any) -> None:
+    model = net()
+    loop = allhands.Loop(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loaders=loaders(2),
+        strategy=strategy,
+    )
+    run(loop, lambda batch: loop.step(lambda b: F.cross_entropy(model(b[0]), b[1]), batch))
+
+
+def average_the_plain_model() -> None:
+    model = net()
+    allhands.Loop(
+        models={"model": model, "average": torch.optim.swa_utils.AveragedModel(model)},
+        optimizers={"model": torch.optim.SGD(model.parameters(), lr=0.1)},
+        loaders=loaders(2),
+        strategy="fsdp",
+    )
+
+
+@pytest.mark.serial
+def test_a_model_of_which_a_copy_is_trained_is_not_used_itself() -> None:
+    in_world(2, call_the_plain_model, "ddp")
+    for strategy in ("fsdp", SLICES):
+        with pytest.raises(allhands.UserError, match=r"parts of a copy of it; call loop\.model"):
+            in_world(2, call_the_plain_model, strategy)
+    with pytest.raises(allhands.UserError, match="models has 'average', an AveragedModel, and"):
+        in_world(2, average_the_plain_model)
+
+
+def train_halves(strategy: Any) -> Any:
+    """One optimizer over two models."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(6, 8), nn.Linear(8, 3)
+    loop = allhands.Loop(
+        models={"first": first, "second": second},
+        optimizers={"both": torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)},
+        loaders={"train": loaders(1)["train"]},
+        strategy=strategy,
+    )
+
+    def loss_of(batch: Any) -> torch.Tensor:
+        hidden = loop.models["first"](batch[0]).tanh()
+        return F.cross_entropy(loop.models["second"](hidden), batch[1])
+
+    run(loop, lambda batch: loop.step(loss_of, batch))
+    return weights(first, second)
+
+
+@pytest.mark.serial
+def test_an_optimizer_over_two_models_trains_both_in_slices() -> None:
+    plan = {"first": "colwise", "second": "rowwise"}
+    for found in in_world(2, train_halves, allhands.Tensor(plan=plan)):
+        assert_same(found, train_halves(None))

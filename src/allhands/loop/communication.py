@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from allhands.comm import all_reduce_sum
+from allhands.comm import all_gather_rows, all_reduce_sum
 from allhands.data import derive_seed
 from allhands.errors import UserError
 from allhands.loop.gathered_rows import gather_rows
@@ -31,6 +31,8 @@ class Communication(Lifecycle):
     is_accumulating = False
     # The iteration, and the step in it, for which random numbers are drawn.
     _drawing = (0, 0)
+    _ranks: Sequence[int] | None = None
+    counts: bool
 
     @property
     def rows_now(self) -> Rows | None:
@@ -64,7 +66,36 @@ class Communication(Lifecycle):
         rows = self.rows_now
         if rows is not None and not rows.count:
             tensor = tensor[:0]
-        return gather_rows(tensor, self.world)
+        return gather_rows(tensor, self.world, self._share[0], self._holders())
+
+    @property
+    def _share(self) -> tuple[int, int]:
+        """Which share of the samples this rank has, and how many there are."""
+        return self.settings.strategy.place(self.world)
+
+    def _holders(self) -> Sequence[int]:
+        """For each share of the samples a rank that has it; all ranks call it together."""
+        if self._ranks is None:
+            share, shares = self._share
+            mine = torch.tensor([share], device=self.world.device)
+            found = [int(one) for one in all_gather_rows(mine, self.world)]
+            self._ranks = [found.index(number) for number in range(shares)]
+        return self._ranks
+
+    def own_rows(self, count: int) -> tuple[int, int]:
+        """The position of this rank's first row in a global batch that the ranks have made, and its
+        rows; all ranks call it together.
+
+        Args:
+            count: rows of this rank, which all ranks of one share have in common.
+        """
+        share, shares = self._share
+        counts = torch.zeros(shares, dtype=torch.int64, device=self.world.device)
+        if self.counts:
+            counts[share] = count
+        all_reduce_sum([counts], self.world)
+        rows = counts.tolist()
+        return sum(rows[:share]), sum(rows)
 
     def mean(self, value: float | torch.Tensor, count: float = 1) -> torch.Tensor:
         """The mean over all ranks of each rank's mean of `count` items; float64, without a

@@ -33,9 +33,10 @@ class Batch:
         total: samples of all ranks.
     """
 
-    def __init__(self, loop: Loop, step: Any) -> None:
+    def __init__(self, loop: Loop, step: Any, first: int | None = None) -> None:
         batches, counts, self.total, _ = step
-        first, _ = loop.share(self.total)
+        if first is None:
+            first, _ = loop.share(self.total)
         self.count = sum(counts)
         self.parts = []
         for batch, count in zip(batches, counts, strict=True):
@@ -60,8 +61,8 @@ class Batch:
                 f"loop.step was given {kind_of(own)} without a row; give every rank tensors "
                 "whose first dimension is the samples, at least one"
             )
-        total = float(loop.mean(count)) * loop.world.world_size
-        return cls(loop, ([own], [count], round(total), False))
+        first, total = loop.own_rows(count)
+        return cls(loop, ([own], [count], total, False), first)
 
     @property
     def micro_batches(self) -> Iterator[Any]:

@@ -22,7 +22,14 @@ from allhands.loop.history import new_history
 from allhands.loop.loggers import Loggers, prepare_logdir
 from allhands.loop.loss_mean import LossMean
 from allhands.loop.misuse import Misuse
-from allhands.loop.model_groups import check_own_steps, group_settings, named, place_others
+from allhands.loop.model_groups import (
+    called_models,
+    check_own_steps,
+    group_settings,
+    named,
+    place_others,
+    untrained,
+)
 from allhands.loop.optimizer_group import OptimizerGroup
 from allhands.loop.own_checkpoints import OwnCheckpoints
 from allhands.loop.passes import DataPasses
@@ -180,8 +187,9 @@ class Loop(PassesByHand, Reports):
             feed.name: LossMean(world, trains=True, counts=self.counts) for feed in self.trained
         }
         self._without_loader = LossMean(world, trains=True, counts=self.counts)
-        called = {id(group.settings.model): group.called for group in self.groups.values()}
-        self.models = {name: called.get(id(one), one) for name, one in given_models.items()}
+        self.models = called_models(given_models, self.groups)
+        #: Models that stay as they are while parts of copies are trained.
+        self.untrained = untrained(given_models, self.models)
         self.misuse = Misuse(self)
 
     def data_of(self, loaders: Any, datasets: Any) -> Data:

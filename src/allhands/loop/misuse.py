@@ -16,7 +16,8 @@ _ITERATIONS = 5  # looked at; hooks cost time in each step
 
 class Misuse:
     """A context in which ``loss.backward()`` and ``optimizer.step()`` outside of `Loop.step` raise
-    `UserError`, as gradients there would not be those of the global batch.
+    `UserError`, as gradients there would not be those of the global batch. So does a call of a
+    model of which the strategy trains a copy.
 
     Args:
         loop: the training.
@@ -27,10 +28,14 @@ class Misuse:
         #: A context in which the loop itself takes a step.
         self.within = _Within(self)
         self._hooks: list[Any] = []
+        self._on_models: list[Any] = []  # which nobody should call
         self._first = 0  # iteration of this process
 
     def __enter__(self) -> None:
         self._first = self.loop.global_step
+        for name, model in self.loop.untrained.items():
+            hook = _CallHook(self.loop, name)
+            self._on_models += [one.register_forward_pre_hook(hook) for one in model.modules()]
         for name, group in self.loop.groups.items():
             if group.captured is not None:
                 continue  # hooks are not captured
@@ -56,6 +61,9 @@ class Misuse:
         trace: TracebackType | None,
     ) -> None:
         self._remove()
+        for hook in self._on_models:
+            hook.remove()
+        self._on_models.clear()
 
     def agree(self, call: str) -> None:
         """Raise `UserError` where the ranks do not do the same, in the first iterations.
@@ -111,3 +119,16 @@ class _MisuseHook:
                 "rank's samples; write the loss as a function and call "
                 f"loop.step(loss_of, batch{self.part})"
             )
+
+
+class _CallHook:
+    def __init__(self, loop: Loop, name: str) -> None:
+        strategy = loop.settings.strategy.in_words()
+        call = f"loop.models[{name!r}]" if loop.several else "loop.model"
+        self.message = (
+            f"the model that was given to allhands.Loop was called itself, and strategy "
+            f"'{strategy}' trains parts of a copy of it; call {call}"
+        )
+
+    def __call__(self, *_: Any) -> None:
+        raise UserError(self.message)

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from allhands.checks import check_bare
 from allhands.comm import broadcast_tensors
 from allhands.errors import UserError, did_you_mean, kind_of
+from allhands.loop.optimizer_group import OptimizerGroup
 from allhands.loop.settings import LoopSettings, check_model
 from allhands.strategies import Strategy
 from allhands.world import World
@@ -112,6 +114,45 @@ def place_others(
         model.to(world.device)
         broadcast_tensors([*(p.detach() for p in model.parameters()), *model.buffers()], world)
     return others
+
+
+def called_models(
+    models: Mapping[str, nn.Module], groups: Mapping[str, OptimizerGroup]
+) -> dict[str, nn.Module]:
+    """The modules to call in a step function, by the names of the models.
+
+    Raises:
+        UserError: one is a moving average of another, which its strategy does not train in place.
+    """
+    called = dict(models)
+    for group in groups.values():
+        plain, module = group.settings.model, group.called
+        for name, model in models.items():
+            if model is plain:
+                called[name] = module
+            elif isinstance(module, nn.ModuleDict) and model is plain._modules.get(name):
+                called[name] = module[name]
+    for name, model in models.items():
+        if isinstance(model, AveragedModel) and untrained(models, called):
+            raise UserError(
+                f"models has {name!r}, an AveragedModel, and strategy "
+                f"'{next(iter(groups.values())).strategy.in_words()}' does not train the model of "
+                "which it is to be the average, but parts of a copy. Average the parameters of "
+                "loop.model, and swap the averages in for evaluation, as examples/own_loop/ema.py"
+            )
+    return called
+
+
+def untrained(
+    models: Mapping[str, nn.Module], called: Mapping[str, nn.Module]
+) -> dict[str, nn.Module]:
+    """The models that stay as they are while parts of copies are trained, by name."""
+    return {
+        name: model
+        for name, model in models.items()
+        if called[name] is not model
+        and {id(p) for p in model.parameters()}.isdisjoint(map(id, called[name].parameters()))
+    }
 
 
 def check_own_steps(strategy: Strategy, world: World) -> None:

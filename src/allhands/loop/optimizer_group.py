@@ -120,17 +120,22 @@ class OptimizerGroup:
         self.state.sync_buffers()
         self.exchange.check_equal(where)
 
+    def updated(self) -> Iterator[torch.Tensor]:
+        """The parameters that the optimizer updates, here or on another rank."""
+        for group in self.optimizer.param_groups:
+            yield from group["params"]
+        yield from self.exchange.updated_elsewhere
+
     @contextmanager
     def alone(self, others: list[OptimizerGroup]) -> Iterator[None]:
         """Within, no parameter of the other groups needs a gradient."""
-        own = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        own = set(map(id, self.updated()))
         frozen: list[torch.Tensor] = []
         for other in others:
-            for group in other.optimizer.param_groups:
-                for parameter in group["params"]:
-                    if parameter.requires_grad and id(parameter) not in own:
-                        parameter.requires_grad_(False)
-                        frozen.append(parameter)
+            for parameter in other.updated():
+                if parameter.requires_grad and id(parameter) not in own:
+                    parameter.requires_grad_(False)
+                    frozen.append(parameter)
         try:
             yield
         finally:

@@ -142,10 +142,10 @@ class LoopSettings:
             or strategy.parted
             or strategy.train_instead() is not None
         ):
-            raise UserError(
-                f"{what}, which strategy '{strategy.in_words()}' does not; write "
-                f"distributed='ddp', or {other}"
-            )
+            asked, instead = f"strategy '{strategy.in_words()}'", "distributed='ddp'"
+            if strategy.name == "ddp":
+                asked, instead = "DDP(optimizer_state='sharded')", "DDP()"
+            raise UserError(f"{what}, which {asked} does not; write {instead}, or {other}")
         if self.precision == "fp16":
             raise UserError(
                 f"{what}, and the loss scale of fp16 is for one; write precision='bf16', or {other}"
