@@ -24,7 +24,7 @@ help:
 	@echo "make lint   style, types, layers, documentation; make fix mends the style"
 	@echo "make soak   attack a parameter server for a minute, then every port of two jobs for half a minute each (SECONDS=60)"
 	@echo "make bench  measure against peers on the processors; make bench-gpu: on GPUs; both renew the tables of the documentation"
-	@echo "make conformance   try all trainings under all strategies, and renew docs/what-works.md"
+	@echo "make conformance   try all trainings under all strategies, and renew docs/what-works.md and the table of docs/loop.md"
 	@echo "make docs   serve the documentation; make clean: remove what was made"
 
 demo: $(DEMO)
@@ -101,6 +101,7 @@ soak: $(DEV)
 # Every training of tests/conformance under every strategy; the page is part of the documentation.
 conformance: $(DEV)
 	$(BIN)/python -m tests.conformance
+	$(BIN)/python -m tests.examples.own_loop_table
 
 docs: $(DEV)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve

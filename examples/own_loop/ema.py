@@ -1,19 +1,50 @@
-"""A moving average of the weights is evaluated in their place.
+"""A moving average of the weights is swapped in for evaluation.
 
 python ema.py
 allhands launch -n 2 ema.py
 """
 
 import argparse
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 import allhands
 from allhands.data.catalogue import load
+
+
+class Average:
+    """A moving average of parameters: those of ``loop.model``, of which a rank may have parts."""
+
+    def __init__(self, parameters, decay):
+        self.parameters, self.decay = list(parameters), decay
+        self.values = [p.detach().clone() for p in self.parameters]
+
+    @torch.no_grad()
+    def update(self):
+        for value, p in zip(self.values, self.parameters, strict=True):
+            value.lerp_(p, 1 - self.decay)
+
+    @contextmanager
+    def swapped_in(self):
+        weights = [p.detach().clone() for p in self.parameters]
+        self.copy_(self.values)
+        yield
+        self.copy_(weights)
+
+    @torch.no_grad()
+    def copy_(self, values):
+        for p, value in zip(self.parameters, values, strict=True):
+            p.copy_(value)
+
+    def state_dict(self):
+        return {"values": self.values}
+
+    def load_state_dict(self, state):
+        self.values = state["values"]
 
 
 def build() -> nn.Module:
@@ -24,10 +55,9 @@ def train(data, valid, batch_size=32, epochs=15, decay=0.95, **options):
     """Train a classifier. `batch_size` is that of one worker."""
     torch.manual_seed(0)
     model = build()
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
     loop = allhands.Loop(
-        models={"model": model, "average": average},  # so that both are in checkpoints
-        optimizers={"model": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)},
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
         loaders={
             "train": DataLoader(data, batch_size=batch_size, shuffle=True),
             "valid": DataLoader(valid, batch_size=batch_size),
@@ -35,21 +65,22 @@ def train(data, valid, batch_size=32, epochs=15, decay=0.95, **options):
         **options,
     )
 
-    def loss_of(batch):
-        return F.cross_entropy(loop.models["model"](batch[0]), batch[1])
+    average = Average(loop.model.parameters(), decay)
+    loop.register("average", average)
 
-    def loss_of_average(batch):
+    def loss_of(batch):
         images, labels = batch
-        output = loop.models["average"](images)
+        output = loop.model(images)
         accuracy = (output.argmax(1) == labels).float().mean()
         return {"loss": F.cross_entropy(output, labels), "accuracy": accuracy}
 
     for epoch in loop.epochs(epochs):
         for batch in epoch.train:
             loop.step(loss_of, batch)
-            average.update_parameters(model)
-        epoch.evaluate("valid", loss_of_average)
-    return model, average, loop.history
+            average.update()
+        with epoch.evaluating("valid") as evaluation, average.swapped_in():
+            evaluation.of(loss_of)
+    return model, loop.history
 
 
 if __name__ == "__main__":
