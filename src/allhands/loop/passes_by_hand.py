@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from allhands.comm import calls
 from allhands.errors import UserError
 from allhands.loop.communication import Communication
 from allhands.loop.misuse import Misuse
 from allhands.loop.optimizer_group import OptimizerGroup
 from allhands.loop.task import Objective
-from allhands.step import LossRule
+from allhands.step import LossRule, OptimizerStep
 from allhands.step.by_hand import StepByHand
 from allhands.step.closure import takes_closure
 
@@ -27,6 +28,7 @@ class PassesByHand(Communication):
     # The step of `accumulating`, and by optimizer those that `backward` has begun without it.
     _by_hand: StepByHand | None = None
     _begun: dict[str, StepByHand]
+    _steps: dict[tuple[int, str], OptimizerStep]
     _stepped: set[str]
     _group_named: Callable[[str | None], str]
     _observe: Callable[..., None]
@@ -94,9 +96,9 @@ class PassesByHand(Communication):
         take = self._begun.get(name)
         if take is None:
             take = self._step_by_hand(name, "loop.backward")
-            if self.groups[name].precision.name != "fp32":
+            if self.settings.precision != "fp32":
                 raise UserError(
-                    f"loop.backward with precision='{self.groups[name].precision.name}' comes "
+                    f"loop.backward with precision='{self.settings.precision}' comes "
                     "after the forward pass; write `with loop.accumulating():` around both, or "
                     "leave precision out and write torch.autocast yourself"
                 )
@@ -149,19 +151,16 @@ class PassesByHand(Communication):
         self.stepped(self.groups[name])
 
     def _step_by_hand(self, name: str, call: str) -> StepByHand:
-        group = self.groups[name]
-        strategy = group.strategy
-        if (
-            strategy.level
-            or strategy.alone
-            or strategy.takes_step
-            or takes_closure(group.optimizer)
-        ):
-            what = (
-                type(group.optimizer).__name__
-                if takes_closure(group.optimizer)
-                else f"strategy '{strategy.name}'"
-            )
+        key, group = (0, name), self.groups[name]
+        calls.note(("optimizer step", self.global_step + 1))
+        if key in self._steps:
+            return cast(StepByHand, self._steps[key])
+        strategy, what = group.strategy, ""
+        if strategy.level or strategy.alone or strategy.takes_step:
+            what = f"strategy '{strategy.name}'"
+        if takes_closure(group.optimizer):
+            what = type(group.optimizer).__name__
+        if what:
             raise UserError(
                 f"{call} with {what}, which takes part in the passes; write the loss as a function "
                 "and call loop.step"
@@ -172,9 +171,9 @@ class PassesByHand(Communication):
         rule.pairs, rule.check = True, None
         observe = partial(self._observe, name)
         take = group.step_for(Objective(None, rule, lambda _: None, lambda: observe), StepByHand)
-        assert isinstance(take, StepByHand)
         take.before_first_update = None
-        return take
+        self._steps[key] = take
+        return cast(StepByHand, take)
 
 
 def _called_by_the_user(output: Any, target: Any) -> torch.Tensor:
