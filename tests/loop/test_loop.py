@@ -652,6 +652,14 @@ def test_sigterm_saves_and_the_loop_goes_on(tmp_path: Path) -> None:
     assert all(map(torch.equal, train(tmp_path / "cut", None), expected))
 
 
+def test_the_strategy_may_be_called_as_the_runner_calls_it() -> None:
+    model = net()
+    options: Any = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    assert allhands.Loop(**options, distributed="single").strategy.name == "single"
+    with pytest.raises(allhands.UserError, match="are one argument"):
+        allhands.Loop(**options, strategy="ddp", distributed="ddp")
+
+
 def test_stop_ends_the_training_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     loop, _ = small()
     for epoch in loop.epochs(9):

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from allhands.comm import all_gather_rows, all_reduce_sum
-from allhands.data import derive_seed
+from allhands.data import derive_seed, to_device
+from allhands.data.order import share_of
 from allhands.errors import UserError
 from allhands.loop.gathered_rows import gather_rows
 from allhands.loop.lifecycle import Lifecycle
@@ -142,3 +143,13 @@ class Communication(Lifecycle):
     def print(self, *values: Any) -> None:
         """Print on rank 0."""
         self.reporter.line(" ".join(map(str, values)))
+
+    def share(self, total: int) -> tuple[int, int]:
+        """The first of this rank's samples in a global batch of `total`, and the first that is
+        behind them: ``slice(*loop.share(total))``."""
+        rank, shares = self.strategy.place(self.world)
+        return share_of(total, rank, shares)
+
+    def to_device(self, batch: Any) -> Any:
+        """A batch with all its tensors on the loop's device."""
+        return batch if self.world.device.type == "cpu" else to_device(batch, self.world.device)

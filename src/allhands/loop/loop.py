@@ -13,8 +13,7 @@ from torch import nn
 
 from allhands.checks import check_whole
 from allhands.comm import calls
-from allhands.data import Feed, to_device
-from allhands.data.order import share_of
+from allhands.data import Feed
 from allhands.errors import UserError, kind_of
 from allhands.launch import handback, worker
 from allhands.loop.epoch import Batch, Epoch, Iteration
@@ -37,7 +36,7 @@ from allhands.loop.passes_by_hand import PassesByHand
 from allhands.loop.reporter import ConsoleReporter, ForwardingReporter, Reporter
 from allhands.loop.reports import Reports
 from allhands.loop.settings import Data, LoopSettings
-from allhands.loop.step_function import StepFunction, rows_of, values_in
+from allhands.loop.step_function import StepFunction, rows_of
 from allhands.loop.task import Objective, Task
 from allhands.loop.trainable import check_trainable
 from allhands.loop.workers import strategy_for
@@ -69,6 +68,7 @@ class Loop(PassesByHand, Reports):
             trains (a teacher, a moving average) is placed and saved too.
         loaders, datasets: as for `SupervisedRunner.train`; None where batches come from elsewhere.
         strategy: the name of a strategy or a `Strategy`; None is "ddp" with several workers.
+        distributed: another word for `strategy`, that of `SupervisedRunner.train` and of messages.
         device: "cpu" or "cuda"; None takes a GPU where there is one.
         precision: "fp32", "bf16" or "fp16".
         clip_norm: bound of the global gradient norm of each optimizer.
@@ -111,6 +111,7 @@ class Loop(PassesByHand, Reports):
         loaders: Any = None,
         datasets: Any = None,
         strategy: str | Strategy | None = None,
+        distributed: str | Strategy | None = None,
         device: str | None = None,
         precision: str = "fp32",
         clip_norm: float | None = None,
@@ -149,10 +150,12 @@ class Loop(PassesByHand, Reports):
             step=step,
             activation_checkpointing=activation_checkpointing,
         )
+        if strategy is not None and distributed is not None:
+            raise UserError("strategy= and distributed= are one argument; leave out one of them")
         before, world = current_world(), init(device=device)
         if before is None and world.environment == "alone":
             finalize()  # the caller has made no world and need not know of this one
-        settings.strategy = strategy_for(strategy, world)
+        settings.strategy = strategy_for(strategy or distributed, world)
         check_own_steps(settings.strategy, world)
         self._parts = group_settings(
             settings, given_models, self._optimizers, self._schedulers, self.several
@@ -390,16 +393,6 @@ class Loop(PassesByHand, Reports):
             self._functions[key] = function, function.objective(partial(self._observe, name))
         return self._functions[key]
 
-    def _observe(
-        self, name: str, output: Any, count: int, loss: torch.Tensor, factor: float, items: Any
-    ) -> None:
-        assert self.measure is not None
-        self.measure.observe(output, count, loss, factor, items)
-        if len(self.groups) > 1:
-            self.logged.add(f"{name}_loss", loss.detach() * (factor / float(items)), float(items))
-        for key, value in values_in(output).items():
-            self.logged.add(key, value, count)
-
     def _group_named(self, name: str | None) -> str:
         if name is None and len(self.groups) == 1:
             return self._first
@@ -453,15 +446,3 @@ class Loop(PassesByHand, Reports):
         if self.position is not None or self.epoch:
             raise UserError(f"loop.register({name!r}, …) comes before the first epoch or step")
         self.registered[name] = value, each_rank
-
-    # ------------------------------------------------------------------ small things
-
-    def share(self, total: int) -> tuple[int, int]:
-        """The first of this rank's samples in a global batch of `total`, and the first that is
-        behind them: ``slice(*loop.share(total))``."""
-        rank, shares = self.strategy.place(self.world)
-        return share_of(total, rank, shares)
-
-    def to_device(self, batch: Any) -> Any:
-        """A batch with all its tensors on the loop's device."""
-        return batch if self.device.type == "cpu" else to_device(batch, self.device)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
 from allhands.loop.announce import report_epoch
 from allhands.loop.base_loop import BaseLoop
 from allhands.loop.history import History, Values, record
 from allhands.loop.loggers import Loggers
 from allhands.loop.loss_mean import LossMean
 from allhands.loop.schedule import learning_rates
+from allhands.loop.step_function import values_in
 
 
 class Reports(BaseLoop):
@@ -22,6 +27,16 @@ class Reports(BaseLoop):
     _loggers: Loggers | None = None
     # The optimizers that have taken a step in this epoch.
     _stepped: set[str]
+
+    def _observe(
+        self, name: str, output: Any, count: int, loss: torch.Tensor, factor: float, items: Any
+    ) -> None:
+        assert self.measure is not None
+        self.measure.observe(output, count, loss, factor, items)
+        if len(self.groups) > 1:
+            self.logged.add(f"{name}_loss", loss.detach() * (factor / float(items)), float(items))
+        for key, value in values_in(output).items():
+            self.logged.add(key, value, count)
 
     def _record(self, epoch: int, values: Values, rates: list[float], seconds: float) -> None:
         row = {"epoch": epoch, "step": self.global_step, "lr": rates[0], "seconds": seconds}
