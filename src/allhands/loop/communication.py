@@ -147,8 +147,7 @@ class Communication(Lifecycle):
     def share(self, total: int) -> tuple[int, int]:
         """The first of this rank's samples in a global batch of `total`, and the first that is
         behind them: ``slice(*loop.share(total))``."""
-        rank, shares = self.strategy.place(self.world)
-        return share_of(total, rank, shares)
+        return share_of(total, *self._share)
 
     def to_device(self, batch: Any) -> Any:
         """A batch with all its tensors on the loop's device."""
