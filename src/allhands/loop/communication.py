@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,7 +70,7 @@ class Communication(Lifecycle):
             tensor = tensor[:0]
         return gather_rows(tensor, self.world, self._share[0], self._holders())
 
-    @property
+    @cached_property
     def _share(self) -> tuple[int, int]:
         """Which share of the samples this rank has, and how many there are."""
         return self.settings.strategy.place(self.world)
