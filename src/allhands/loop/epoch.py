@@ -17,7 +17,7 @@ from allhands.loop.step_function import Rows, StepFunction, loss_in, rows_of, va
 
 if TYPE_CHECKING:
     from allhands.data import Feed
-    from allhands.loop.loop import Loop
+    from allhands.loop.own_steps import OwnSteps
 
 
 class Batch:
@@ -33,7 +33,7 @@ class Batch:
         total: samples of all ranks.
     """
 
-    def __init__(self, loop: Loop, step: Any, first: int | None = None) -> None:
+    def __init__(self, loop: OwnSteps, step: Any, first: int | None = None) -> None:
         batches, counts, self.total, _ = step
         if first is None:
             first, _ = loop.share(self.total)
@@ -49,7 +49,7 @@ class Batch:
         self._loop = loop
 
     @classmethod
-    def of(cls, loop: Loop, own: Any) -> Batch:
+    def of(cls, loop: OwnSteps, own: Any) -> Batch:
         """A batch that no loader of the loop has made: each rank has its own rows.
 
         Raises:
@@ -96,7 +96,7 @@ class Evaluation(Mapping[str, float]):
     of names to means, the same on every rank.
     """
 
-    def __init__(self, loop: Loop, name: str, steps: Iterator[Any]) -> None:
+    def __init__(self, loop: OwnSteps, name: str, steps: Iterator[Any]) -> None:
         self._loop, self.name, self._steps = loop, name, steps
         self._means = Logged(loop.world, "add")
         self._values: dict[str, float] | None = None
@@ -130,13 +130,15 @@ class Evaluation(Mapping[str, float]):
         where = StepFunction.name_of(fn)
         for batch in self.batches:
             result = fn(batch)
-            loss: Any = loss_in(result, where)
-            if isinstance(loss, tuple):
-                if self._count and float(loss[1]):
-                    self._means.add("loss", loss[0] / loss[1], float(loss[1]))
-            else:
-                self.add(loss=loss)
-            self.add(**values_in(result))
+            self.take({"loss": loss_in(result, where), **values_in(result)})
+
+    def take(self, values: Mapping[str, Any]) -> None:
+        """Take in means over the samples of the current batch, or pairs ``(sum, count)``."""
+        for name, value in values.items():
+            if not isinstance(value, tuple):
+                self.add(**{name: value})
+            elif self._count and float(value[1]):
+                self._means.add(name, value[0] / value[1], float(value[1]))
 
     def close(self) -> None:
         """Put the sums of all ranks together; all call it."""
@@ -198,7 +200,7 @@ class Iteration(Results):
         batch: this rank's share; None without loaders.
     """
 
-    def __init__(self, loop: Loop, number: int, batch: Batch | None) -> None:
+    def __init__(self, loop: OwnSteps, number: int, batch: Batch | None) -> None:
         self._loop, self.number, self.batch = loop, number, batch
         self.values = {}
 
@@ -238,7 +240,7 @@ class Epoch(Results):
         metric: what a ReduceLROnPlateau looks at; to be set by you.
     """
 
-    def __init__(self, loop: Loop, number: int) -> None:
+    def __init__(self, loop: OwnSteps, number: int) -> None:
         self._loop, self.number = loop, number
         assert loop.position is not None
         self.values = dict(loop.position.done)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,6 +37,16 @@ class GroupedLoop(Lifecycle):
         yield
         for group in self.groups.values():
             group.train()
+
+    def copy_weights(self) -> Any:
+        """A copy of this rank's weights and buffers in the processor's memory, for
+        `restore_weights`."""
+        return {name: group.state.copy_weights() for name, group in self.groups.items()}
+
+    def restore_weights(self, copy: Any) -> None:
+        """Go back to the weights of `copy_weights`."""
+        for name, group in self.groups.items():
+            group.state.restore_weights(copy[name])
 
     def look(self) -> None:
         """Code of the user's has run between two steps: forget captured steps that it has

@@ -9,7 +9,7 @@ from allhands.comm import all_gather_text
 from allhands.errors import UserError
 
 if TYPE_CHECKING:
-    from allhands.loop.loop import Loop
+    from allhands.loop.own_steps import OwnSteps
 
 _ITERATIONS = 5  # looked at; hooks cost time in each step
 
@@ -23,7 +23,7 @@ class Misuse:
         loop: the training.
     """
 
-    def __init__(self, loop: Loop) -> None:
+    def __init__(self, loop: OwnSteps) -> None:
         self.loop = loop
         #: A context in which the loop itself takes a step.
         self.within = _Within(self)
@@ -122,7 +122,7 @@ class _MisuseHook:
 
 
 class _CallHook:
-    def __init__(self, loop: Loop, name: str) -> None:
+    def __init__(self, loop: OwnSteps, name: str) -> None:
         strategy = loop.settings.strategy.in_words()
         call = f"loop.models[{name!r}]" if loop.several else "loop.model"
         self.message = (

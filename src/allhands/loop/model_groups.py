@@ -16,6 +16,7 @@ from allhands.comm import broadcast_tensors
 from allhands.errors import UserError, did_you_mean, kind_of
 from allhands.loop.optimizer_group import OptimizerGroup
 from allhands.loop.settings import LoopSettings, check_model
+from allhands.loop.trainable import check_trainable
 from allhands.strategies import Strategy
 from allhands.world import World
 
@@ -56,10 +57,6 @@ def group_settings(
                 f"schedulers has {name!r}, which is no optimizer's name"
                 f"{did_you_mean(name, optimizers)} The optimizers are {', '.join(optimizers)}"
             )
-    for name, model in models.items():
-        check_model(model)
-        if not name.isidentifier():
-            raise UserError(f"models has the name {name!r}; write one like a variable's")
     parts: dict[str, LoopSettings] = {}
     for name, optimizer in optimizers.items():
         check_bare(f"optimizer {name!r}" if several else "optimizer", optimizer)
@@ -98,6 +95,55 @@ def group_settings(
             strategy=copy.deepcopy(settings.strategy) if several else settings.strategy,
         )
     return parts
+
+
+class OwnModels:
+    """The models, optimizers and schedulers of a training whose steps are the user's, by name.
+
+    Args:
+        models, optimizers, schedulers: by name.
+        several: the user has named them.
+
+    Attributes:
+        container: holds all models.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, nn.Module],
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        schedulers: Mapping[str, Any] | None,
+        several: bool,
+    ) -> None:
+        self.models, self.optimizers = dict(models), dict(optimizers)
+        self.schedulers, self.several = dict(schedulers or {}), several
+        for name, model in self.models.items():
+            check_model(model)
+            if not name.isidentifier():
+                raise UserError(f"models has the name {name!r}; write one like a variable's")
+        self.container = nn.ModuleDict(self.models)
+
+    @property
+    def model(self) -> nn.Module:
+        """The one model, or what holds all of them."""
+        return self.container if self.several else next(iter(self.models.values()))
+
+    def parts(self, settings: LoopSettings) -> dict[str, LoopSettings]:
+        """See `group_settings`."""
+        return group_settings(settings, self.models, self.optimizers, self.schedulers, self.several)
+
+    def check(self, settings: LoopSettings, workers: int, asked: str) -> None:
+        """Raise `UserError` for what cannot be honoured with so many workers.
+
+        Args:
+            settings: have the strategy.
+            workers: of the training.
+            asked: what the user has written, with a place for the strategy's name.
+        """
+        check_own_steps(settings.strategy, workers, asked.format(settings.strategy.name))
+        for part in self.parts(settings).values():
+            part.validate()
+            check_trainable(part, workers)
 
 
 def place_others(
@@ -155,15 +201,15 @@ def untrained(
     }
 
 
-def check_own_steps(strategy: Strategy, world: World) -> None:
-    """Raise `UserError` for a strategy that cannot take steps of the user's own."""
-    asked = f"allhands.Loop(strategy={strategy.name!r})"
+def check_own_steps(strategy: Strategy, workers: int, asked: str) -> None:
+    """Raise `UserError` for a strategy that cannot take steps of the user's own; `asked` is what
+    the user has written."""
     if strategy.train_instead() is not None:
         raise UserError(
             f"{asked}: its rounds are no steps of one optimizer; write "
             f"SupervisedRunner().train(distributed={strategy.name!r}, …)"
         )
-    slices = strategy.slices(world.world_size)
+    slices = strategy.slices(workers)
     if slices is not None and slices.loss_parallel:
         raise UserError(
             f"{asked} leaves the model's outputs in slices, of which a step function would compute "

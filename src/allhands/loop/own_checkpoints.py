@@ -16,7 +16,7 @@ from allhands.loop.checkpoint import tree
 from allhands.loop.loop_checkpoints import LoopCheckpoints, Tensors
 
 if TYPE_CHECKING:
-    from allhands.loop.loop import Loop
+    from allhands.loop.own_steps import OwnSteps
 
 _PREFIX = "registered/"
 
@@ -24,7 +24,7 @@ _PREFIX = "registered/"
 class OwnCheckpoints(LoopCheckpoints):
     """The history, models that no optimizer trains, and what the user has registered."""
 
-    loop: Loop
+    loop: OwnSteps
 
     def state(self) -> dict[str, Any]:
         loop = self.loop
@@ -58,7 +58,7 @@ class OwnCheckpoints(LoopCheckpoints):
     def load(self, path: Path, state: dict[str, Any]) -> None:
         loop = self.loop
         if "registered" not in state:
-            raise UserError(f"resume: {path} was not written by an allhands.Loop")
+            raise UserError(f"resume: {path} is not of a training with steps of your own")
         here = {name for name, (_, each_rank) in loop.registered.items() if not each_rank}
         _check_names(set(state["registered"]), here, "register(name, …)")
         _check_names(set(state["models"]), set(loop.others), "models={name: …}")
@@ -69,6 +69,12 @@ class OwnCheckpoints(LoopCheckpoints):
         for name in here:
             loop.registered[name][0].load_state_dict(state["registered"][name])
         self._load_of_each_rank(path, state["world_size"])
+
+    def load_weights(self, path: Path) -> None:
+        super().load_weights(path)
+        written = checkpoint.load(checkpoint.resolve(path), self.reads_whole)["models"]
+        for name, model in self.loop.others.items():
+            model.load_state_dict(written[name])
 
     def _load_of_each_rank(self, path: Path, before: int) -> None:
         loop = self.loop

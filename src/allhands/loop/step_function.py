@@ -19,7 +19,7 @@ from allhands.step.mean_check import MeanCheck
 from allhands.step.modes import evaluation_mode
 
 if TYPE_CHECKING:
-    from allhands.loop.loop import Loop
+    from allhands.loop.own_steps import OwnSteps
 
 # How far the mean of a function's values on two parts of a batch may be from its value on the
 # whole, relative to the largest of them: parts of a batch are computed in another order.
@@ -62,7 +62,7 @@ class StepFunction:
         where: names the call in errors.
     """
 
-    def __init__(self, loop: Loop, fn: Callable[[Any], Any], where: str) -> None:
+    def __init__(self, loop: OwnSteps, fn: Callable[[Any], Any], where: str) -> None:
         self.loop, self.fn, self.where = loop, fn, where
         #: All models of the loop, which are in evaluation mode where a batch counts for nothing.
         self.module: nn.Module = loop.container

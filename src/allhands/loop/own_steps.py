@@ -1,0 +1,242 @@
+"""Steps that the user writes: what `allhands.Loop` and runners of one's own have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from allhands.data import Feed
+from allhands.errors import UserError, kind_of
+from allhands.loop.epoch import Batch
+from allhands.loop.history import new_history
+from allhands.loop.loop_checkpoints import LoopCheckpoints
+from allhands.loop.loss_mean import LossMean
+from allhands.loop.misuse import Misuse
+from allhands.loop.model_groups import OwnModels, called_models, place_others, untrained
+from allhands.loop.optimizer_group import OptimizerGroup
+from allhands.loop.own_checkpoints import OwnCheckpoints
+from allhands.loop.passes_by_hand import PassesByHand
+from allhands.loop.reporter import Reporter
+from allhands.loop.reports import Reports
+from allhands.loop.settings import LoopSettings
+from allhands.loop.step_function import StepFunction, rows_of
+from allhands.loop.task import Objective, Task
+from allhands.step.modes import evaluation_mode
+from allhands.world import World
+
+
+class OwnSteps(PassesByHand, Reports):
+    """A loop whose steps the user writes.
+
+    Args:
+        settings, world, reporter, checkpoints, epochs: see `BaseLoop`.
+        own: what is trained; was checked.
+
+    Attributes:
+        models: the modules to call, by name.
+        container: holds all models.
+        several: models and optimizers have names.
+        others: the models that no optimizer trains.
+    """
+
+    level = True
+
+    def __init__(
+        self,
+        settings: LoopSettings,
+        own: OwnModels,
+        world: World,
+        reporter: Reporter,
+        checkpoints: Callable[[Any], LoopCheckpoints] = OwnCheckpoints,
+        epochs: int | None = 0,
+    ) -> None:
+        self.several, self.container = own.several, own.container
+        self._parts = own.parts(settings)
+        self.others = place_others(own.models, self._parts, world)
+        self.history = new_history()
+        self.registered: dict[str, tuple[Any, bool]] = {}
+        self._functions: dict[tuple[Any, str], tuple[StepFunction, Objective]] = {}
+        self._stepped: set[str] = set()
+        self._begun = {}
+        task = Task(
+            None, None, rows_of, own_calls="the step function is your own", shows_gradients=True
+        )
+        super().__init__(settings, world, reporter, task, checkpoints, epochs)
+        if any(group.exchange.passes is not None for group in self.groups.values()):
+            raise UserError(
+                f"strategy '{settings.strategy.name}': a pipeline runs the passes of a step in its "
+                "own order, in which a step function cannot be called; use SupervisedRunner"
+            )
+        self.device, self.main = world.device, world.rank == 0
+        self.measures = {
+            feed.name: LossMean(world, trains=True, counts=self.counts) for feed in self.trained
+        }
+        self.models = called_models(own.models, self.groups)
+        #: Models that stay as they are while parts of copies are trained.
+        self.untrained = untrained(own.models, self.models)
+        self.misuse = Misuse(self)
+
+    def parts(self, settings: LoopSettings) -> dict[str, LoopSettings]:
+        return self._parts
+
+    @property
+    def model(self) -> nn.Module:
+        """The module to call in a step function."""
+        if self.several:
+            names = ", ".join(f"loop.models[{name!r}]" for name in self.models)
+            raise UserError(f"the loop has several models; write {names}")
+        return self.models["model"]
+
+    # ------------------------------------------------------------------ one step
+
+    def step(  # type: ignore[override]
+        self,
+        fn: Callable[[Any], Any] | None = None,
+        batch: Any = None,
+        optimizer: str | None = None,
+        again: bool = False,
+    ) -> None:
+        """Call a step function on this rank's micro-batches, and take a step of the optimizer with
+        the gradient of the global batch. Without a function, take the step of what `backward` has
+        added up.
+
+        Args:
+            fn: takes a micro-batch to its loss: one number, the mean over its samples; or ``(sum,
+                count)``, what is divided by what; or a dict with a "loss" of either kind, whose
+                further values are means to be reported. It is called on two parts of its first
+                batch as well, to find out whether the loss is a mean over the samples.
+            batch: of ``epoch.train``; or tensors, or a tree of them, of this rank's own.
+            optimizer: its name, where there are several.
+            again: the batch was used by this optimizer already.
+
+        Raises:
+            UserError: what `fn` gave is no loss; a wrong name; a batch that was used already.
+        """
+        name = self._group_named(optimizer)
+        if fn is None:
+            self.end_by_hand(name)
+            return
+        if not isinstance(batch, Batch):
+            batch = Batch.of(self, batch)
+        if name in batch.used and not again:
+            raise UserError(
+                f"the batch was used for a step of '{name}' already; take the next one, or write "
+                "loop.step(…, again=True) where it is meant"
+            )
+        batch.used.add(name)
+        self.misuse.agree(f"loop.step of '{name}'")
+        self._stepped.add(name)
+        function, objective = self._function(fn, name)
+        if function.fn is not fn and self.groups[name].captured is not None:
+            raise UserError(
+                f"step='graph' replays {function.where} as it was captured, and another one was "
+                "made; define it once, before the loop"
+            )
+        function.fn = fn
+        self._drawing = batch.iteration, batch.steps
+        batch.steps += 1
+        step = batch.parts, batch.counts, batch.total, False
+        with self.misuse.within, self.alone(self.groups[name]):
+            super().step(objective, step, name)
+
+    def alone(self, group: OptimizerGroup) -> AbstractContextManager[None]:
+        """Within, no parameter of another group than this one needs a gradient."""
+        if len(self.groups) == 1:
+            return nullcontext()
+        return group.alone([other for other in self.groups.values() if other is not group])
+
+    def _function(self, fn: Any, name: str) -> tuple[StepFunction, Objective]:
+        # A function that is made anew in each iteration has one code.
+        key = getattr(fn, "__code__", None) or id(fn), name
+        if key not in self._functions:
+            function = StepFunction(self, fn, StepFunction.name_of(fn))
+            function.rule.note = self.reporter.line
+            self._functions[key] = function, function.objective(partial(self._observe, name))
+        return self._functions[key]
+
+    def _group_named(self, name: str | None) -> str:
+        if name is None and len(self.groups) == 1:
+            return self._first
+        if name not in self.groups:
+            raise UserError(
+                f"loop.step(…, optimizer={name!r}); the optimizers are {', '.join(self.groups)}"
+            )
+        return name
+
+    @property
+    def evaluated_feeds(self) -> list[Feed]:
+        """The loaders that are not trained on."""
+        return [feed for feed in self.feeds.values() if feed not in self.trained]
+
+    def check_used(self) -> None:
+        """Raise `UserError` for an optimizer with which no step of the epoch was taken, where
+        others were used."""
+        unused = [name for name in self.groups if name not in self._stepped]
+        if self._stepped and unused:
+            raise UserError(
+                f"no step used the optimizer '{unused[0]}' in {self.unit} {self.epoch + 1}; write "
+                f"loop.step(…, batch, optimizer={unused[0]!r}), or leave it out"
+            )
+
+    @contextmanager
+    def evaluation_state(self) -> Iterator[None]:
+        """Within, all models are as they are evaluated: equal on all ranks, in evaluation mode,
+        without gradients. All ranks call it together."""
+        position = self.position
+        assert position is not None
+        through = all(feed.name in position.done for feed in self.trained) and bool(position.done)
+        if not position.evaluating and through:
+            self.end_steps()
+        between = nullcontext() if position.evaluating else self.equal_between_steps()
+        with between, self.without_gradients():
+            yield
+
+    @contextmanager
+    def without_gradients(self) -> Iterator[None]:
+        """Within, all models are in evaluation mode, without gradients."""
+        with evaluation_mode(self.container), torch.no_grad(), self.precision.autocast():
+            yield
+        for group in self.groups.values():
+            group.placement.evaluated()
+
+    # ------------------------------------------------------------------ what is saved
+
+    def copy_weights(self) -> Any:
+        others = {
+            name: {key: value.detach().cpu().clone() for key, value in model.state_dict().items()}
+            for name, model in self.others.items()
+        }
+        return super().copy_weights(), others
+
+    def restore_weights(self, copy: Any) -> None:
+        trained, others = copy
+        super().restore_weights(trained)
+        for name, model in self.others.items():
+            model.load_state_dict(others[name])
+
+    def register(self, name: str, value: Any, each_rank: bool = False) -> None:
+        """Save an object with every checkpoint, and load it when a training goes on.
+
+        Args:
+            name: under which it is saved.
+            value: has ``state_dict()`` and ``load_state_dict(state)``, made of numbers, strings,
+                tensors, lists and dicts.
+            each_rank: every rank has a state of its own (a replay buffer); it goes on with the same
+                number of workers only.
+
+        Raises:
+            UserError: it has no state, or the training has begun.
+        """
+        if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+            raise UserError(
+                f"loop.register({name!r}, {kind_of(value)}): it needs state_dict() and "
+                "load_state_dict(state)"
+            )
+        if self.position is not None or self.epoch:
+            raise UserError(f"loop.register({name!r}, …) comes before the first epoch or step")
+        self.registered[name] = value, each_rank
