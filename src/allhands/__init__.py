@@ -23,6 +23,7 @@ _LAZY = {
     "init": "allhands.world",
     "finalize": "allhands.world",
     "current_world": "allhands.world",
+    "Runner": "allhands.runner",
     "SupervisedRunner": "allhands.runner",
     "Callback": "allhands.runner",
     "EarlyStopping": "allhands.runner",
@@ -82,6 +83,7 @@ __all__ = [
     "OverBatch",
     "PerTarget",
     "Pipeline",
+    "Runner",
     "Single",
     "SplitByRank",
     "Strategy",
@@ -107,7 +109,14 @@ if TYPE_CHECKING:
     from allhands.federated.strategy import Federated
     from allhands.loop.loop import Loop
     from allhands.loop.spawned import spawn
-    from allhands.runner import Callback, EarlyStopping, SupervisedRunner, load_checkpoint, utils
+    from allhands.runner import (
+        Callback,
+        EarlyStopping,
+        Runner,
+        SupervisedRunner,
+        load_checkpoint,
+        utils,
+    )
     from allhands.step import ModelLoss, MuonAdamW, OverBatch, PerTarget
     from allhands.strategies import (
         DDP,

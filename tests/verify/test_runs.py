@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from allhands.errors import UserError
-from allhands.verify.runs import Runs
+from allhands.verify.runner_runs import RunnerRuns
 from tests.timeouts import patience
 from tests.verify.problems import network, verified
 
@@ -88,13 +88,13 @@ def test_schedules_step_as_in_the_training(
         )
         schedule.best = 1e9
     found: list[list[float]] = []
-    alone = Runs.alone
+    alone = RunnerRuns.alone
 
-    def spied(self: Runs, *given: Any, **options: Any) -> Any:
+    def spied(self: RunnerRuns, *given: Any, **options: Any) -> Any:
         trace = alone(self, *given, **options)
         found.append([step["rates"][0] for step in trace.steps])
         return trace
 
-    monkeypatch.setattr(Runs, "alone", spied)
+    monkeypatch.setattr(RunnerRuns, "alone", spied)
     assert verified(model=model, optimizer=optimizer, scheduler=schedule, **changes).ok
     assert found[0] == rates

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from allhands.comm import hook_calls
@@ -146,3 +147,12 @@ def run_hooks(callbacks: list[Callback], hook: str, training: Any) -> None:
             getattr(callback, hook)(training)
         finally:
             hook_calls.leave(before)
+
+
+def callback_list(callbacks: Any) -> list[Callback]:
+    """Callbacks as a list, from a list, a dict (its values), one callback, or None."""
+    if callbacks is None:
+        return []
+    if isinstance(callbacks, Mapping):
+        return list(callbacks.values())
+    return list(callbacks) if isinstance(callbacks, Sequence) else [callbacks]

@@ -17,28 +17,20 @@ from allhands.runner.train_settings import TrainSettings
 from allhands.world import World
 
 if TYPE_CHECKING:
-    from allhands.runner.supervised import SupervisedRunner
+    from allhands.runner.runner import Runner
 
 # A rank reads its share of them alone.
 _DATA = (Dataset, DataLoader, Sampler)
 
 
-def send(
-    runner: SupervisedRunner, settings: TrainSettings, world: World, reporter: Reporter
-) -> None:
+def send(runner: Runner, settings: TrainSettings, world: World, reporter: Reporter) -> None:
     """Hand back what this node's first worker has trained and collected; all ranks call it
     together."""
     if world.local_rank != 0:
         return
     # The weights of a model on the meta device are in the checkpoints.
     left = (*_DATA, nn.Module, torch.optim.Optimizer) if is_meta(settings.model) else _DATA
-    roots: dict[str, Any] = {
-        "model": settings.model,
-        "optimizer": settings.optimizer,
-        "scheduler": settings.scheduler,
-        "criterion": settings.criterion,
-        "runner": runner,
-    }
+    roots: dict[str, Any] = {**settings.trained, "runner": runner}
     roots |= {f"callbacks[{index}]": callback for index, callback in enumerate(settings.callbacks)}
     lost = handback.write(roots, lambda value: isinstance(value, left))
     if lost:
@@ -67,6 +59,7 @@ def place(settings: TrainSettings, home: torch.device) -> None:
     if is_meta(settings.model):
         return
     settings.model.to(home)
-    settings.optimizer.load_state_dict(settings.optimizer.state_dict())
-    if isinstance(settings.criterion, nn.Module):
-        settings.criterion.to(home)
+    for optimizer in settings.optimizers:
+        optimizer.load_state_dict(optimizer.state_dict())
+    for criterion in settings.criteria:
+        criterion.to(home)

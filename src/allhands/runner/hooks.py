@@ -75,19 +75,6 @@ _ALIKE = 0.84  # "epoch_end" is like "on_epoch_end"
 _NOT_TRAINING = ("epoch", "batch", "logs", "step")
 
 _FOREIGN_RUNNER = {
-    **dict.fromkeys(
-        (
-            "_handle_batch",
-            "predict_batch",
-            "forward",
-            "training_step",
-            "validation_step",
-            "train_step",
-            "test_step",
-            "predict_step",
-        ),
-        "handle_batch(self, model, batch)",
-    ),
     **dict.fromkeys(("compute_loss", "get_criterion"), "train(criterion=…)"),
     **dict.fromkeys(("get_loaders", "train_dataloader", "val_dataloader"), "train(loaders=…)"),
     **dict.fromkeys(("get_optimizer", "configure_optimizers"), "train(optimizer=…, scheduler=…)"),
@@ -96,6 +83,24 @@ _FOREIGN_RUNNER = {
     "get_model": "train(model=…)",
     "get_datasets": "train(datasets={…})",
 }
+_TRAIN_STEP, _VALID_STEP = "train_step(self, loop, batch)", "valid_step(self, loop, batch)"
+_FOREIGN_SUPERVISED = _FOREIGN_RUNNER | dict.fromkeys(
+    (
+        "_handle_batch",
+        "predict_batch",
+        "forward",
+        "training_step",
+        "validation_step",
+        "test_step",
+        "predict_step",
+    ),
+    "handle_batch(self, model, batch)",
+)
+_FOREIGN_OWN = (
+    _FOREIGN_RUNNER
+    | dict.fromkeys(("_handle_batch", "handle_batch", "forward", "training_step"), _TRAIN_STEP)
+    | dict.fromkeys(("validation_step", "test_step"), _VALID_STEP)
+)
 
 
 def hooks() -> list[str]:
@@ -145,15 +150,50 @@ def check_callback(callback: Callback) -> None:
 
 
 def check_runner(runner: Any, base: type) -> None:
-    """Raise `UserError` for a method of a subclass of `base` that looks like one to override and is
-    none."""
-    kind, known = type(runner).__name__, ["handle_batch", "target_of", "rows_of"]
+    """Raise `UserError` for a method of a subclass of `SupervisedRunner` (`base`) that looks like
+    one to override and is none."""
+    kind = type(runner).__name__
+    for name, _ in _own_methods(runner, base):
+        if name in ("train_step", "valid_step"):
+            raise UserError(
+                f"{kind}.{name} is never called by a SupervisedRunner; write handle_batch(self, "
+                f"model, batch), or class {kind}(allhands.Runner) with {_TRAIN_STEP}"
+            )
+    calls = {
+        "handle_batch": ("self, model, batch", (None, None)),
+        "target_of": ("self, batch", (None,)),
+        "rows_of": ("self, batch", (None,)),
+    }
+    _check_methods(runner, base, calls, _FOREIGN_SUPERVISED)
+
+
+def check_own_runner(runner: Any, base: type) -> None:
+    """Raise `UserError` for a runner of one's own without a step, or with a method that looks like
+    one to override and is none; `base` is `Runner`."""
+    kind = type(runner).__name__
+    calls = dict.fromkeys(("train_step", "valid_step"), ("self, loop, batch", (None, None)))
+    _check_methods(runner, base, calls, _FOREIGN_OWN)
+    if type(runner).train_step is base.train_step:  # type: ignore[attr-defined]
+        raise UserError(
+            f"{kind} has no step of its own; write class Own(allhands.Runner) with {_TRAIN_STEP}, "
+            "or use SupervisedRunner"
+        )
+
+
+def _check_methods(
+    runner: Any,
+    base: type,
+    calls: Mapping[str, tuple[str, tuple[Any, ...]]],
+    foreign: Mapping[str, str],
+) -> None:
+    """Look at the methods of a subclass of `base`, of which `calls` are called: their parameters,
+    and what to call them with."""
+    kind = type(runner).__name__
     for name, _ in _own_methods(runner, base):
         if hasattr(base, name):
             continue
-        if name in _FOREIGN_RUNNER:
-            instead = _FOREIGN_RUNNER[name]
-            raise UserError(f"{kind}.{name} is never called; write {instead}")
+        if name in foreign:
+            raise UserError(f"{kind}.{name} is never called; write {foreign[name]}")
         if _HOOK_LIKE.match(name):
             near = [
                 hook
@@ -165,17 +205,12 @@ def check_runner(runner: Any, base: type) -> None:
                 f"{kind}.{name} is never called: hooks belong to an allhands.Callback{hook}; write "
                 "callbacks=[…]"
             )
-        near_name = nearest(name, known, _ALIKE)
+        near_name = nearest(name, list(calls), _ALIKE)
         if near_name is not None:
             raise UserError(f"{kind}.{name} is never called; did you mean {near_name}?")
-    _check_call(
-        runner.handle_batch,
-        f"{kind}.handle_batch",
-        "def handle_batch(self, model, batch)",
-        (None, None),
-    )
-    _check_call(runner.target_of, f"{kind}.target_of", "def target_of(self, batch)", (None,))
-    _check_call(runner.rows_of, f"{kind}.rows_of", "def rows_of(self, batch)", (None,))
+    for name, (parameters, arguments) in calls.items():
+        method, written = getattr(runner, name), f"def {name}({parameters})"
+        _check_call(method, f"{kind}.{name}", written, arguments)
 
 
 def _written(name: str) -> str:

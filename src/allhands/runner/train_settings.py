@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import nn
 
 from allhands.checks import check_whole
 from allhands.errors import UserError, kind_of
 from allhands.loop.settings import LoopSettings, check_model
+from allhands.loop.trainable import check_trainable
 from allhands.runner.callbacks import Callback
+from allhands.runner.evaluation import check_over_batch
 from allhands.runner.hooks import check_callback
 
 
@@ -39,21 +43,11 @@ class TrainSettings(LoopSettings):
 
     def validate(self) -> None:
         """Raise `UserError` for the first setting that cannot be honoured."""
-        check_model(self.model)
-        if not callable(self.criterion):
-            raise UserError(
-                f"criterion is {kind_of(self.criterion)}; pass a loss such as "
-                "torch.nn.CrossEntropyLoss()"
-            )
+        self._check_criterion()
         check_whole("num_epochs", self.num_epochs, otherwise="None")
         check_whole("log_every", self.log_every)
         super().validate()
-        known = ["loss", *self.metrics]
-        if self.main_metric not in known:
-            raise UserError(
-                f"main_metric={self.main_metric!r} is not measured; measured are: "
-                f"{', '.join(known)}"
-            )
+        self._check_main_metric()
         for callback in self.callbacks:
             if isinstance(callback, type) and issubclass(callback, Callback):
                 raise UserError(
@@ -65,18 +59,51 @@ class TrainSettings(LoopSettings):
                 )
             check_callback(callback)
 
+    def _check_criterion(self) -> None:
+        check_model(self.model)
+        if not callable(self.criterion):
+            raise UserError(
+                f"criterion is {kind_of(self.criterion)}; pass a loss such as "
+                "torch.nn.CrossEntropyLoss()"
+            )
+
+    def _check_main_metric(self) -> None:
+        known = ["loss", *self.metrics]
+        if self.main_metric not in known:
+            raise UserError(
+                f"main_metric={self.main_metric!r} is not measured; measured are: "
+                f"{', '.join(known)}"
+            )
+
+    def check_trainable(self, workers: int) -> None:
+        """Raise `UserError` for settings that cannot be honoured with this strategy and so many
+        workers, before any is started."""
+        check_trainable(self, workers)
+        check_over_batch(self.criterion, self.strategy, workers)
+
+    @property
+    def trained(self) -> dict[str, Any]:
+        """The objects of the user's that training changes, by the names that the user knows."""
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "criterion": self.criterion,
+        }
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """All optimizers."""
+        return [self.optimizer]
+
+    @property
+    def criteria(self) -> list[nn.Module]:
+        """The criteria that are modules."""
+        return [self.criterion] if isinstance(self.criterion, nn.Module) else []
+
     def is_better(self, value: float, best: float | None) -> bool:
         """Whether a value of `main_metric` beats the best so far (None: there is none yet); NaN
         never does."""
         return not math.isnan(value) and (
             best is None or (value < best if self.minimize_metric else value > best)
         )
-
-
-def callback_list(callbacks: Any) -> list[Callback]:
-    """Callbacks as a list, from a list, a dict (its values), one callback, or None."""
-    if callbacks is None:
-        return []
-    if isinstance(callbacks, Mapping):
-        return list(callbacks.values())
-    return list(callbacks) if isinstance(callbacks, Sequence) else [callbacks]

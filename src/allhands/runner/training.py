@@ -6,7 +6,9 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,25 +22,23 @@ from allhands.loop.base_loop import BaseLoop
 from allhands.loop.history import History, Values, new_history, record
 from allhands.loop.lifecycle import TrainingStopped
 from allhands.loop.loggers import Loggers
+from allhands.loop.loss_mean import LossMean
 from allhands.loop.position import Position
 from allhands.loop.reporter import Pace, Reporter
 from allhands.loop.schedule import learning_rates
-from allhands.loop.task import Objective, Task
 from allhands.runner.callbacks import overridden, run_hooks
-from allhands.runner.evaluation import Forward, choose_valid_loader, evaluate_feed, loss_rule
+from allhands.runner.evaluation import choose_valid_loader
 from allhands.runner.handed_back import gather
-from allhands.runner.metrics import LoaderMetrics
-from allhands.runner.runner_checkpoints import RunnerCheckpoints
 from allhands.runner.running import running
 from allhands.runner.train_settings import TrainSettings
 from allhands.world import World
 
 if TYPE_CHECKING:
-    from allhands.runner.supervised import SupervisedRunner
+    from allhands.runner.runner import Runner
 
 
-class Training:
-    """One call of `SupervisedRunner.train`, on one rank; what callbacks are given.
+class Training(ABC):
+    """One call of `Runner.train`, on one rank; what callbacks are given.
 
     Attributes:
         loop: takes the steps.
@@ -51,8 +51,10 @@ class Training:
             step that it is of.
     """
 
+    metrics: Mapping[str, LossMean]
+
     def __init__(
-        self, runner: SupervisedRunner, settings: TrainSettings, world: World, reporter: Reporter
+        self, runner: Runner, settings: TrainSettings, world: World, reporter: Reporter
     ) -> None:
         self.settings, self.world, self.reporter = settings, world, reporter
         self.num_epochs = 3 if settings.check else settings.num_epochs
@@ -61,58 +63,37 @@ class Training:
         self.history = new_history()
         self.best: float | None = None
         self.best_epoch = self.best_step = 0
-        self._best_state: dict[str, torch.Tensor] | None = None
+        self._best_state: Any = None
         self._step_hooks = overridden(settings.callbacks, "on_step_end")
-        task = Task(
-            call=_call(runner, settings, world),
-            criterion=settings.criterion,
-            rows_of=runner.rows_of,
-            own_calls="" if runner.plain_batches else "handle_batch is your own",
-            keeps_outputs=bool(settings.metrics),
-            shows_gradients=bool(self._step_hooks),
-        )
-        self.loop = loop = BaseLoop(
-            settings,
-            world,
-            reporter,
-            task,
-            lambda loop: RunnerCheckpoints(loop, self),
-            self.num_epochs,
-        )
+        self.loop = loop = self._make_loop(runner)
         loop.logged.call = "training.log"
         if settings.evaluate_every is not None:
             loop.evaluate_between = self._evaluate_between
-            loop.schedule.follow_evaluations()
+            for group in loop.groups.values():
+                group.schedule.follow_evaluations()
         self.valid_loader = choose_valid_loader(loop.feeds, settings.valid_loader)
-        if isinstance(settings.criterion, nn.Module):
-            settings.criterion.to(world.device)
-        self.forward = Forward(runner, loop.called, world.device, settings.criterion, reporter.line)
-        self.metrics = {
-            name: LoaderMetrics(
-                settings.metrics,
-                world,
-                trains=feed in loop.trained,
-                counts=loop.counts,
-                slices=loop.slices,
-            )
-            for name, feed in loop.feeds.items()
-        }
-        self._objectives = {
-            name: self._objective(feed, runner) for name, feed in loop.feeds.items()
-        }
-        loop.losses = [self._objectives[feed.name].rule.call for feed in loop.trained]
         loop.around_save = (
             lambda: run_hooks(settings.callbacks, "on_evaluate_end", self),
             lambda: run_hooks(settings.callbacks, "on_evaluate_start", self),
         )
 
-    def _objective(self, feed: Feed, runner: SupervisedRunner) -> Objective:
-        rule = loss_rule(self.settings.criterion, feed, runner, self.loop.slices)
-        rule.note = self.reporter.line
-        if feed not in self.loop.trained:
-            rule.check = None  # the criterion is looked at in training
-        metrics = self.metrics[feed.name]
-        return Objective(self.forward, rule, self.forward.target_of, lambda: metrics.observe)
+    # ------------------------------------------------------------------ what a kind of step says
+
+    @abstractmethod
+    def _make_loop(self, runner: Any) -> BaseLoop:
+        """The loop, and `metrics`."""
+
+    @abstractmethod
+    def _take_with(self, feed: Feed) -> Callable[[Any], None]:
+        """What takes a step with a batch of a loader that is trained on."""
+
+    @abstractmethod
+    def _means(self, feed: Feed) -> dict[str, float]:
+        """The means of a loader that is trained on, since they were begun."""
+
+    @abstractmethod
+    def _measure(self, feed: Feed) -> dict[str, float]:
+        """The means of a loader that is not trained on."""
 
     # ------------------------------------------------------------------ for callbacks
 
@@ -210,7 +191,7 @@ class Training:
                 The code is 128 plus the signal's number.
         """
         loop, settings = self.loop, self.settings
-        with running(self), loop:
+        with running(self), loop, self._guard():
             self._loggers = loggers = Loggers(
                 settings.logdir if self.world.rank == 0 else None,
                 len(self.history["epoch"]),
@@ -233,6 +214,10 @@ class Training:
             if settings.load_best_on_end and not loop.signal:
                 self._load_best()
         return self.history
+
+    def _guard(self) -> AbstractContextManager[None]:
+        """A context in which the epochs run."""
+        return nullcontext()
 
     def _epoch(self, position: Position) -> None:
         loop, settings = self.loop, self.settings
@@ -291,7 +276,7 @@ class Training:
     def _since_last_row(self) -> tuple[list[float], float]:
         """The present learning rates, and the seconds since the last evaluation of this process."""
         before, self._row_began = self._row_began, time.perf_counter()
-        return learning_rates(self.optimizer), self._row_began - before
+        return learning_rates(self.loop.optimizer), self._row_began - before
 
     def _keep(self, values: Values, rates: list[float], seconds: float) -> bool:
         """Add a row to the history; whether it is the best so far."""
@@ -303,7 +288,7 @@ class Training:
         if improved:
             self.best, self.best_epoch, self.best_step = self._main(values), epoch, self.step
             if settings.load_best_on_end and settings.logdir is None:
-                self._best_state = loop.state.copy_weights()
+                self._best_state = loop.copy_weights()
         self._hooks("on_row_end")
         loop.follow_schedules("evaluation", self._main(values))
         return improved
@@ -320,24 +305,18 @@ class Training:
     def _main(self, values: Values) -> float:
         return values[self.valid_loader][self.settings.main_metric]
 
-    def _means(self, feed: Feed) -> dict[str, float]:
-        """The metrics of a loader that is trained on, since they were begun."""
-        loop = self.loop
-        values = self.metrics[feed.name].result() | loop.exchange.epoch_values()
-        return values | loop.logged.means(taken=values) if self.settings.callbacks else values
-
     # ------------------------------------------------------------------ loaders
 
     def _train(self, feed: Feed, position: Position) -> None:
         """Train on a loader for an epoch."""
         loop, reporter, metrics = self.loop, self.reporter, self.metrics[feed.name]
         loggers, log_every = self._loggers, self.settings.log_every
-        objective, total = self._objectives[feed.name], loop.steps_of_epoch(feed)
+        take, total = self._take_with(feed), loop.steps_of_epoch(feed)
         label = self._label(feed)
         pace, next_log = Pace(), loop.global_step + log_every
         first = loop.global_step - position.steps
         for batch in loop.train(feed, metrics):
-            loop.step(objective, batch)
+            take(batch)
             if self._step_hooks:
                 run_hooks(self._step_hooks, "on_step_end", self)
                 loop.look()
@@ -351,7 +330,7 @@ class Training:
                 if loop.exchange.passes is not None:
                     metrics.share_loss()
                 if loggers.active:
-                    rates = learning_rates(self.optimizer)
+                    rates = learning_rates(self.loop.optimizer)
                     loggers.step(loop.global_step, metrics.running_loss(), rates)
 
     def _evaluate(self) -> Values:
@@ -363,22 +342,6 @@ class Training:
         values = {feed.name: self._measure(feed) for feed in evaluated}
         self._hooks("on_evaluate_end")
         return values
-
-    def _measure(self, feed: Feed) -> dict[str, float]:
-        """The metrics of a loader that is not trained on."""
-        loop = self.loop
-        return evaluate_feed(
-            feed,
-            loop.evaluation(feed),
-            self.model,
-            self.forward,
-            self._objectives[feed.name].rule,
-            self.metrics[feed.name],
-            loop.precision,
-            self.reporter,
-            self._label(feed),
-            loop.placement,
-        )
 
     def _label(self, feed: Feed) -> str:
         return f"{_place(self.epoch + 1, self.num_epochs)} {feed.name}"
@@ -407,7 +370,7 @@ class Training:
             self.loop.checkpoints.wait()
             self.loop.checkpoints.load_weights(folder / "best")
         elif self._best_state is not None:
-            self.loop.state.restore_weights(self._best_state)
+            self.loop.restore_weights(self._best_state)
         if folder is not None or self._best_state is not None:
             best = f"epoch, {self.best_epoch}"
             if self.settings.evaluate_every is not None:
@@ -417,14 +380,3 @@ class Training:
 
 def _place(number: int, total: int | None) -> str:
     return str(number) if total is None else f"{number}/{total}"
-
-
-def _call(
-    runner: SupervisedRunner, settings: TrainSettings, world: World
-) -> Callable[[nn.Module, Any], Any]:
-    """What has the runner call a module on a batch."""
-
-    def call(module: nn.Module, batch: Any) -> Any:
-        return Forward(runner, module, world.device)(batch)
-
-    return call

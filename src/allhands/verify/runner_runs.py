@@ -15,8 +15,8 @@ from allhands.launch import ship
 from allhands.launch.unpicklable import explain
 from allhands.loop.reporter import Reporter
 from allhands.loop.workers import Plan, plan
+from allhands.runner.supervised_training import SupervisedTraining
 from allhands.runner.train_settings import TrainSettings
-from allhands.runner.training import Training
 from allhands.strategies import Single, Strategy
 from allhands.verify.probes import Probe
 from allhands.verify.recorder import RunnerRecorder
@@ -132,7 +132,7 @@ def _train(
         settings.model.double()
         if isinstance(settings.criterion, nn.Module):
             settings.criterion.double()
-    training = Training(runner, settings, world, Reporter())
+    training = SupervisedTraining(runner, settings, world, Reporter())
     trace = Trace([])
     for feed in training.loop.trained:
         watch_order(feed, trace.orders, variation.reverse)

@@ -1,0 +1,109 @@
+"""How a `SupervisedRunner` trains: its own step, a criterion and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from allhands.data import Feed
+from allhands.loop.base_loop import BaseLoop
+from allhands.loop.task import Objective, Task
+from allhands.runner.evaluation import Forward, evaluate_feed, loss_rule
+from allhands.runner.metrics import LoaderMetrics
+from allhands.runner.runner_checkpoints import RunnerCheckpoints
+from allhands.runner.train_settings import TrainSettings
+from allhands.runner.training import Training
+from allhands.world import World
+
+if TYPE_CHECKING:
+    from allhands.runner.supervised import SupervisedRunner
+
+
+class SupervisedTraining(Training):
+    """One call of `SupervisedRunner.train`, on one rank."""
+
+    metrics: dict[str, LoaderMetrics]
+
+    def _make_loop(self, runner: SupervisedRunner) -> BaseLoop:
+        settings, world = self.settings, self.world
+        task = Task(
+            call=_call(runner, settings, world),
+            criterion=settings.criterion,
+            rows_of=runner.rows_of,
+            own_calls="" if runner.plain_batches else "handle_batch is your own",
+            keeps_outputs=bool(settings.metrics),
+            shows_gradients=bool(self._step_hooks),
+        )
+        loop = BaseLoop(
+            settings,
+            world,
+            self.reporter,
+            task,
+            lambda loop: RunnerCheckpoints(loop, self),
+            self.num_epochs,
+        )
+        if isinstance(settings.criterion, nn.Module):
+            settings.criterion.to(world.device)
+        self.forward = Forward(
+            runner, loop.called, world.device, settings.criterion, self.reporter.line
+        )
+        self.metrics = {
+            name: LoaderMetrics(
+                settings.metrics,
+                world,
+                trains=feed in loop.trained,
+                counts=loop.counts,
+                slices=loop.slices,
+            )
+            for name, feed in loop.feeds.items()
+        }
+        self._objectives = {
+            name: self._objective(loop, feed, runner) for name, feed in loop.feeds.items()
+        }
+        loop.losses = [self._objectives[feed.name].rule.call for feed in loop.trained]
+        return loop
+
+    def _objective(self, loop: BaseLoop, feed: Feed, runner: SupervisedRunner) -> Objective:
+        rule = loss_rule(self.settings.criterion, feed, runner, loop.slices)
+        rule.note = self.reporter.line
+        if feed not in loop.trained:
+            rule.check = None  # the criterion is looked at in training
+        metrics = self.metrics[feed.name]
+        return Objective(self.forward, rule, self.forward.target_of, lambda: metrics.observe)
+
+    def _take_with(self, feed: Feed) -> Callable[[Any], None]:
+        return partial(self.loop.step, self._objectives[feed.name])
+
+    def _means(self, feed: Feed) -> dict[str, float]:
+        loop = self.loop
+        values = self.metrics[feed.name].result() | loop.exchange.epoch_values()
+        return values | loop.logged.means(taken=values) if self.settings.callbacks else values
+
+    def _measure(self, feed: Feed) -> dict[str, float]:
+        loop = self.loop
+        return evaluate_feed(
+            feed,
+            loop.evaluation(feed),
+            self.model,
+            self.forward,
+            self._objectives[feed.name].rule,
+            self.metrics[feed.name],
+            loop.precision,
+            self.reporter,
+            self._label(feed),
+            loop.placement,
+        )
+
+
+def _call(
+    runner: SupervisedRunner, settings: TrainSettings, world: World
+) -> Callable[[nn.Module, Any], Any]:
+    """What has the runner call a module on a batch."""
+
+    def call(module: nn.Module, batch: Any) -> Any:
+        return Forward(runner, module, world.device)(batch)
+
+    return call
