@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 import allhands
@@ -17,25 +18,24 @@ from allhands.data.catalogue import load
 
 
 class Average:
-    """A moving average of parameters: those of ``loop.model``, of which a rank may have parts."""
+    """A moving average of the parameters of ``loop.model``: of what this rank has of them."""
 
     def __init__(self, parameters, decay):
-        self.parameters, self.decay = list(parameters), decay
-        self.values = [p.detach().clone() for p in self.parameters]
+        own = [p.detach() for p in parameters]
+        self.parameters = [p.to_local() if isinstance(p, DTensor) else p for p in own]
+        self.values, self.decay = [p.clone() for p in self.parameters], decay
 
-    @torch.no_grad()
     def update(self):
         for value, p in zip(self.values, self.parameters, strict=True):
             value.lerp_(p, 1 - self.decay)
 
     @contextmanager
     def swapped_in(self):
-        weights = [p.detach().clone() for p in self.parameters]
+        weights = [p.clone() for p in self.parameters]
         self.copy_(self.values)
         yield
         self.copy_(weights)
 
-    @torch.no_grad()
     def copy_(self, values):
         for p, value in zip(self.parameters, values, strict=True):
             p.copy_(value)
@@ -66,7 +66,7 @@ def train(data, valid, batch_size=32, epochs=15, decay=0.95, **options):
     )
 
     average = Average(loop.model.parameters(), decay)
-    loop.register("average", average)
+    loop.register("average", average, each_rank=True)
 
     def loss_of(batch):
         images, labels = batch

@@ -28,6 +28,21 @@ def test_workers_train_the_loop_by_hand(name: str) -> None:
         assert max(in_world(workers, difference, case, workers)) < 1e-5
 
 
+def resumed(case: Case, shares: int, folder: Path, strategy: str) -> float:
+    """Trains two epochs, and goes on to the end."""
+    options = {"logdir": folder, "resume": "auto", "strategy": strategy}
+    whole, case.given = case.given, {"epochs": 2}
+    case.train(shares, **options)
+    case.given = whole
+    return case.difference(case.train(shares, **options))
+
+
+@pytest.mark.serial
+def test_a_moving_average_goes_on_in_shards(tmp_path: Path) -> None:
+    case = CASES["ema"]()
+    assert max(in_world(2, resumed, case, 2, tmp_path, "fsdp")) < 1e-5
+
+
 SMALL = {
     "dcgan": ["--epochs", "1", "--limit", "48"],
     "simclr": ["--epochs", "1", "--limit", "96"],

@@ -734,3 +734,36 @@ def test_an_optimizer_over_two_models_trains_both_in_slices() -> None:
     plan = {"first": "colwise", "second": "rowwise"}
     for found in in_world(2, train_halves, allhands.Tensor(plan=plan)):
         assert_same(found, train_halves(None))
+
+
+class Parts:
+    """What a rank has of the parameters, as DTensors."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parts = [p.detach() for p in model.parameters()]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": self.parts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("it is not saved")
+
+
+def save_parts(folder: Path, each_rank: bool) -> None:
+    model = net()
+    loop = allhands.Loop(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loaders=loaders(2),
+        strategy="fsdp",
+        logdir=folder,
+    )
+    loop.register("parts", Parts(loop.model), each_rank=each_rank)
+    run(loop, lambda batch: loop.step(lambda b: F.cross_entropy(loop.model(b[0]), b[1]), batch))
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("each_rank", [False, True])
+def test_parts_of_tensors_are_not_saved_as_a_state(tmp_path: Path, each_rank: bool) -> None:
+    with pytest.raises(allhands.UserError, match=r"is a DTensor, .* keep its to_local\(\)"):
+        in_world(2, save_parts, tmp_path, each_rank)

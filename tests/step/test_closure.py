@@ -36,6 +36,21 @@ class Sharp(torch.optim.SGD):
         super().step()
 
 
+class Published(Sharp):
+    """As many are published: the signature says that the closure may be left out."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        assert closure is not None, "SAM requires closure, but it was not provided"
+        super().step(closure)
+
+
+class Own(Published):
+    """As the message says."""
+
+    def step(self, closure: Callable[[], Any]) -> None:  # type: ignore[override]
+        return super().step(closure)
+
+
 def network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
@@ -50,6 +65,7 @@ def samples() -> tuple[torch.Tensor, torch.Tensor]:
 
 MAKERS: dict[str, Callable[[nn.Module], Any]] = {
     "sharp": lambda model: Sharp(model.parameters(), lr=0.1, momentum=0.9),
+    "own": lambda model: Own(model.parameters(), lr=0.1, momentum=0.9),
     "line search": lambda model: torch.optim.LBFGS(
         model.parameters(), max_iter=3, line_search_fn="strong_wolfe"
     ),
@@ -131,3 +147,11 @@ def test_where_there_is_no_place_for_it_is_refused(
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
 def test_an_optional_closure_is_none_of_the_steps_business(kind: Any) -> None:
     assert not takes_closure(kind(WEIGHT, lr=0.1))
+
+
+def test_a_closure_that_is_needed_although_it_is_optional_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(MAKERS, "published", lambda model: Published(model.parameters(), lr=0.1))
+    with pytest.raises(UserError, match=r"closure.*write `class Own\(Published\)` with `def step"):
+        trained("published", False)

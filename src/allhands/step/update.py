@@ -13,6 +13,8 @@ from collections.abc import Callable
 import torch
 from torch.optim import optimizer as torch_optimizer
 
+from allhands.errors import UserError
+
 
 def set_mode(optimizer: torch.optim.Optimizer, training: bool) -> bool:
     """Switch an optimizer whose weights in training are not those of evaluation (schedule-free
@@ -38,6 +40,29 @@ def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
 
 def update_function(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
     """A function that does what ``optimizer.step()`` does."""
+    update = _unlabelled(optimizer)
+    if type(optimizer).__module__.startswith("torch."):
+        return update
+
+    def explained() -> object:
+        try:
+            return update()
+        except (AssertionError, TypeError, ValueError, RuntimeError) as error:
+            if "closure" not in str(error) and "'NoneType' object is not callable" not in str(
+                error
+            ):
+                raise
+            kind = type(optimizer).__name__
+            raise UserError(
+                f"{kind}.step() ended with '{error}'. A closure is given to an optimizer whose "
+                f"step cannot be called without one: write `class Own({kind})` with `def "
+                "step(self, closure): return super().step(closure)`"
+            ) from error
+
+    return explained
+
+
+def _unlabelled(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
     labelled = type(optimizer).step
     bare = getattr(labelled, "__wrapped__", None)
     if bare is None or not getattr(labelled, "hooked", False) or has_own_step(optimizer):

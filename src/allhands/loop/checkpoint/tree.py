@@ -56,6 +56,11 @@ def _strip(value: Any, path: str, tensors: dict[str, Any]) -> Any:
         tensors[path] = value
         return (_MARK, path)
     if isinstance(value, torch.Tensor):
+        if hasattr(value, "to_local"):
+            raise UserError(
+                f"{path} is a DTensor, of which each rank has a part; keep its to_local() in "
+                "state_dict(), and write loop.register(name, …, each_rank=True)"
+            )
         if value.numel() <= SMALL or value.layout != torch.strided or value.is_quantized:
             return value.detach().cpu().clone()
         tensors[path] = value.detach()
