@@ -277,7 +277,7 @@ def train_on_own_batches(cuts: tuple[int, ...], strategy: Any = None) -> Any:
         model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), strategy=strategy
     )
     x, y = data().tensors
-    share = loop.world.rank if strategy is None else 0
+    share = loop.world.rank if cuts else 0
 
     def loss_of(batch: Any) -> torch.Tensor:
         blurred = batch[0] + 0.1 * loop.randn(len(batch[0]), 6)
@@ -305,6 +305,13 @@ def test_batches_of_ones_own_are_one_global_batch(
     expected = train_on_own_batches(())
     for found in in_world(workers, train_on_own_batches, cuts, strategy):
         assert_same(found, expected)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("cuts", [(3,), (5,)], ids=["of other numbers", "of one number"])
+def test_ranks_of_one_share_are_given_the_same_rows(cuts: tuple[int, ...]) -> None:
+    with pytest.raises(allhands.UserError, match=r"ranks 0 and 1 .* divide samples by loop\.share"):
+        in_world(2, train_on_own_batches, cuts, SLICES)
 
 
 # ---------------------------------------------------------------------- resume

@@ -53,7 +53,7 @@ class Batch:
         """A batch that no loader of the loop has made: each rank has its own rows.
 
         Raises:
-            UserError: it has no row.
+            UserError: it has no row, or another rank that should have the same rows has others.
         """
         count = rows_of(own)
         if not count:
@@ -61,6 +61,7 @@ class Batch:
                 f"loop.step was given {kind_of(own)} without a row; give every rank tensors "
                 "whose first dimension is the samples, at least one"
             )
+        loop.misuse.agree_on_rows(own)
         first, total = loop.own_rows(count)
         return cls(loop, ([own], [count], total, False), first)
 

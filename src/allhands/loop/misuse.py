@@ -5,8 +5,12 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from allhands.comm import all_gather_text
+import torch
+from torch.utils import _pytree as pytree
+
+from allhands.comm import all_gather_rows, all_gather_text
 from allhands.errors import UserError
+from allhands.loop.step_function import rows_of
 
 if TYPE_CHECKING:
     from allhands.loop.own_steps import OwnSteps
@@ -72,7 +76,7 @@ class Misuse:
             call: what this rank is about to do.
         """
         world = self.loop.world
-        if world.world_size == 1 or self.loop.global_step >= self._first + _ITERATIONS:
+        if world.world_size == 1 or self._is_over:
             return
         calls = all_gather_text(call, world)
         for rank, other in enumerate(calls):
@@ -83,9 +87,38 @@ class Misuse:
                     "without `if loop.main`"
                 )
 
+    def agree_on_rows(self, own: Any) -> None:
+        """Raise `UserError` where ranks that have the same share of the samples were given other
+        rows, in the first iterations.
+
+        Args:
+            own: tensors of this rank's own, or a tree of them.
+        """
+        loop = self.loop
+        share, shares = loop.settings.strategy.place(loop.world)
+        if shares == loop.world.world_size or self._is_over:
+            return
+        leaves = [leaf for leaf in pytree.tree_leaves(own) if isinstance(leaf, torch.Tensor)]
+        sizes = [float(leaf.detach().double().abs().sum()) for leaf in leaves]
+        mine = torch.tensor([[share, rows_of(own) or 0, sum(sizes)]], dtype=torch.float64)
+        found = torch.cat(all_gather_rows(mine.to(loop.device), loop.world)).cpu()
+        for rank, other in enumerate(found):
+            first = int((found[:, 0] == other[0]).nonzero()[0])
+            if not torch.allclose(found[first], other, rtol=1e-3, equal_nan=True):
+                raise UserError(
+                    f"ranks {first} and {rank} hold parts of one model, and were given other rows; "
+                    "divide samples by loop.share(total), which gives both the same, and not by "
+                    "loop.world.rank"
+                )
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether the iterations that are looked at are over."""
+        return self.loop.global_step >= self._first + _ITERATIONS
+
     def stepped(self) -> None:
         """The loop has taken a step."""
-        if self._hooks and self.loop.global_step >= self._first + _ITERATIONS:
+        if self._hooks and self._is_over:
             self._remove()
 
     def _remove(self) -> None:
