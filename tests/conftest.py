@@ -30,6 +30,8 @@ os.environ.setdefault("ALLHANDS_KEEPER_IDLE", "300")
 # threads that spin instead keep those from working that they wait for: a test took forty times as
 # long.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# A picture at the end of each of hundreds of trainings; tests of pictures ask for them.
+os.environ.setdefault("ALLHANDS_CURVES", "0")
 
 # Python compiles a file once, not in each of the thousand processes that the tests start.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -69,65 +69,6 @@ def train(name: str, workers: int, epochs: int, limit: int | None, logdir: Path)
     )
 
 
-def draw(history: dict[str, Any], title: str, path: Path) -> None:
-    """Loss and accuracy by epoch, as a picture."""
-    import matplotlib
-
-    matplotlib.use("agg")  # draws files, needs no screen
-    from matplotlib import pyplot as plt
-    from matplotlib.ticker import MaxNLocator, PercentFormatter
-
-    text, faint = "#303236", "#d8dade"
-    colours = {"train": "#8a93a3", "valid": "#d1495b"}
-    plt.rcParams.update(
-        {
-            "font.size": 10,
-            "text.color": text,
-            "axes.labelcolor": text,
-            "xtick.color": text,
-            "ytick.color": text,
-        }
-    )
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    for axis, metric in zip(axes, ("loss", "accuracy"), strict=True):
-        for loader, colour in colours.items():
-            axis.plot(
-                history["epoch"],
-                history[loader][metric],
-                color=colour,
-                linewidth=2,
-                clip_on=False,
-                marker="o",
-                markersize=3,
-                label=loader,
-            )
-        axis.set_title(metric, loc="left", fontweight="bold")
-        axis.set_xlabel("epoch")
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axis.grid(axis="y", color=faint, linewidth=0.8)
-        axis.set_axisbelow(True)
-        axis.spines[["top", "right", "left"]].set_visible(False)
-        axis.spines["bottom"].set_color(faint)
-        axis.tick_params(length=0)
-    axes[0].set_ylim(bottom=0)
-    axes[1].set_ylim(top=1)
-    axes[1].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    axes[1].legend(frameon=False, loc="lower right")
-    last = history["valid"]["accuracy"][-1]
-    axes[1].annotate(
-        f"{last:.1%}",
-        (history["epoch"][-1], last),
-        xytext=(-4, -16),
-        textcoords="offset points",
-        ha="right",
-        color=colours["valid"],
-        fontweight="bold",
-    )
-    figure.suptitle(title, x=0.01, ha="left", color=text)
-    figure.savefig(path, dpi=140)
-    plt.close(figure)
-
-
 def main() -> None:
     """Read the command line, train, draw, and say where to look."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -153,7 +94,6 @@ def main() -> None:
     if world is not None and world.rank != 0:  # started by a launcher: rank 0 speaks for all
         return
     workers = f"{given.workers} worker{'s' if given.workers > 1 else ''}"
-    draw(history, f"{given.data}: simple_cnn on {workers}, ddp", logdir / "curves.png")
 
     print(
         f"\nvalidation accuracy {history['valid']['accuracy'][-1]:.1%} after {epochs} epochs on "

@@ -19,7 +19,7 @@ def last_accuracy(logdir) -> float:
 
 
 def test_the_demo_reaches_97_percent_and_says_where_to_look(tmp_path):
-    text = run_example(tmp_path, "digits/train.py")
+    text = run_example(tmp_path, "digits/train.py", env={"ALLHANDS_CURVES": "1"})
     logdir = tmp_path / "logs" / "digits"
     assert "ddp, 2 workers" in text
     assert last_accuracy(logdir) >= 0.97, text

@@ -85,7 +85,7 @@ def test_the_last_round_tells_who_was_trained_where(tmp_path):
 @pytest.mark.parametrize("drawn", [True, False])
 def test_a_training_leaves_its_report_in_the_logdir(tmp_path, monkeypatch, drawn):
     if not drawn:
-        monkeypatch.setattr("allhands.federated.round_loop.find_spec", lambda name: None)
+        monkeypatch.setattr("allhands.federated.round_loop.has_matplotlib", lambda: False)
     net = sim.model()
     SupervisedRunner(device="cpu").train(
         model=net,

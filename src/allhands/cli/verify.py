@@ -83,7 +83,7 @@ def verify(
             return _verify_script(script, given[1:], names, counts or [1, 2], steps, timeout, plot)
         run_file = read_run(config or (), given)
         from allhands.cli import run_objects
-        from allhands.verify.report import require_matplotlib
+        from allhands.report import require_matplotlib
 
         if plot is not None:
             require_matplotlib()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-from allhands.errors import UserError
 from allhands.federated.clients import Clients
+from allhands.report import new_figure, save_figure
 
 _EACH = 60  # clients that have a column of their own; more are shown as histograms
 
@@ -43,9 +42,9 @@ def picture(clients: Clients, targets: torch.Tensor | np.ndarray | None, path: s
         path: of the picture; its ending says the format (png, svg, pdf).
 
     Raises:
-        UserError: matplotlib is not installed.
+        UserError: matplotlib is not installed, or the file cannot be written.
     """
-    figure = _figure(2 if targets is not None else 1)
+    figure = new_figure(12 if targets is not None else 6, 4)
     counts, known = class_counts(clients, targets) if targets is not None else (None, np.zeros(0))
     axes = figure.subplots(1, 2 if counts is not None else 1, squeeze=False)[0]
     names = clients.names or [str(i) for i in range(len(clients))]
@@ -75,14 +74,4 @@ def picture(clients: Clients, targets: torch.Tensor | np.ndarray | None, path: s
         axes[1].set(
             xlabel="classes of a client", ylabel="clients", title=f"of {len(known)} classes"
         )
-    figure.savefig(path)
-
-
-def _figure(columns: int) -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError(
-            "a picture needs matplotlib; install it with: pip install 'allhands[report]'"
-        ) from None
-    return Figure(figsize=(6 * columns, 4), layout="constrained")
+    save_figure(figure, path)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from allhands.errors import UserError
+from allhands.report import new_figure
 
 _STYLE = (
     "body{font:15px sans-serif;max-width:1000px;margin:2em "
@@ -197,13 +198,7 @@ def _table(rows: Mapping[str, Any]) -> str:
 
 
 def _drawn(draw: Callable[[Any], None], size: tuple[float, float], what: str) -> str:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError(
-            "a report needs matplotlib; install it with: pip install 'allhands[report]'"
-        ) from None
-    figure, room = Figure(figsize=size, layout="constrained"), io.BytesIO()
+    figure, room = new_figure(*size, what="a report"), io.BytesIO()
     draw(figure)
     figure.savefig(room, format="svg", metadata={"Date": None})
     # As an image of its own, whose names do not mix with those of the other pictures.

@@ -4,7 +4,6 @@ callbacks, logs."""
 from __future__ import annotations
 
 import math
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from allhands.loop.lifecycle import Lifecycle
 from allhands.loop.loggers import Loggers
 from allhands.loop.reporter import Pace, Reporter
 from allhands.loop.schedule import Schedule, learning_rates
+from allhands.report import has_matplotlib
 from allhands.runner.callbacks import run_hooks
 from allhands.runner.handed_back import gather
 from allhands.runner.train_settings import TrainSettings
@@ -117,6 +117,7 @@ class RoundLoop(Lifecycle):
                 settings.logdir if self.world.rank == 0 else None,
                 len(self.history["round"]),
                 self.epoch or None,
+                unit="round",
             )
             try:
                 self._train(loggers)
@@ -138,12 +139,7 @@ class RoundLoop(Lifecycle):
     def _write_report(self) -> None:
         """``report.html`` into the logdir, where matplotlib can draw it."""
         logdir, rounds, local = self.settings.logdir, self.rounds, self.rounds.work.local
-        if (
-            self.world.rank
-            or logdir is None
-            or not self.history["round"]
-            or find_spec("matplotlib") is None
-        ):
+        if self.world.rank or logdir is None or not self.history["round"] or not has_matplotlib():
             return
         settings = {
             "algorithm": rounds.algorithm.name,

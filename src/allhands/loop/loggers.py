@@ -5,27 +5,41 @@ from __future__ import annotations
 import csv
 import io
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from allhands.errors import UserError
+from allhands.report import draw_curves, has_matplotlib
+from allhands.report.curves import Curve
+
+VARIABLE = "ALLHANDS_CURVES"
 
 
 class Loggers:
-    """Writes ``metrics.csv`` (one row an epoch, or an evaluation) and ``tensorboard/``; on ranks
-    other than 0, or without logdir, nothing.
+    """Writes ``metrics.csv`` (one row an epoch, or an evaluation), ``tensorboard/``, and at the end
+    ``curves.png`` where matplotlib is installed; on ranks other than 0, or without logdir, nothing.
+
+    The variable ``ALLHANDS_CURVES=0`` leaves the picture out.
 
     Args:
         logdir: folder, or None.
         resumed_rows: rows already in the history; an older ``metrics.csv`` is cut back to them.
         resumed_step: the optimizer step that the training goes on after; TensorBoard hides what was
             logged beyond it.
+        unit: what a row is of: "epoch", "round" or "step".
     """
 
     def __init__(
-        self, logdir: Path | None, resumed_rows: int = 0, resumed_step: int | None = None
+        self,
+        logdir: Path | None,
+        resumed_rows: int = 0,
+        resumed_step: int | None = None,
+        unit: str = "epoch",
     ) -> None:
+        self._unit = unit
+        self._parts: dict[str, tuple[str, str]] = {}  # of a column: its loader and metric
         self._writer: Any = None
         self._csv: Path | None = None
         if logdir is None:
@@ -77,11 +91,10 @@ class Loggers:
         self._writer.add_scalar("lr", rates[0], at)
         self._writer.flush()
         row = {"epoch": epoch, "step": step, "lr": rates[0], "seconds": round(seconds, 3)}
-        row |= {
-            f"{loader}_{name}": value
-            for loader, metrics in values.items()
-            for name, value in metrics.items()
-        }
+        for loader, metrics in values.items():
+            for name, value in metrics.items():
+                row[f"{loader}_{name}"] = value
+                self._parts[f"{loader}_{name}"] = loader, name
         self._rows.append({key: str(value) for key, value in row.items()})
         text = io.StringIO()
         columns = list(dict.fromkeys(key for line in self._rows for key in line))
@@ -93,9 +106,24 @@ class Loggers:
         aside.replace(self._csv)
 
     def close(self) -> None:
-        """Flush and close the files."""
+        """Flush and close the files. Without an error on its way, draw the curves."""
         if self._writer is not None:
             self._writer.close()
+            if sys.exc_info()[0] in (None, SystemExit) and os.environ.get(VARIABLE) != "0":
+                self._draw()
+
+    def _draw(self) -> None:
+        curves: dict[str, dict[str, Curve]] = {}
+        for column, (loader, name) in self._parts.items():
+            measured = [number for number, row in enumerate(self._rows) if row.get(column)]
+            values = [float(self._rows[number][column]) for number in measured]
+            curves.setdefault(name, {})[loader] = measured, values
+        if not curves or self._csv is None or not has_matplotlib():
+            return
+        at, label = [float(row["epoch"]) for row in self._rows], self._unit
+        if len(set(at)) < len(at):  # several evaluations in one epoch
+            at, label = [float(row["step"]) for row in self._rows], "step"
+        draw_curves(self._csv.with_name("curves.png"), {label: at}, curves)
 
 
 def prepare_logdir(logdir: Any) -> Path | None:
@@ -123,7 +151,7 @@ def prepare_logdir(logdir: Any) -> Path | None:
 def set_earlier_run_aside(logdir: Path) -> Path | None:
     """Move the files of an earlier run in this logdir into a folder ``earlier-N`` inside it, so
     that none is overwritten."""
-    ours = ("checkpoints", "tensorboard", "metrics.csv", "run.yml")
+    ours = ("checkpoints", "tensorboard", "metrics.csv", "run.yml", "curves.png", "report.html")
     found = [logdir / name for name in ours if (logdir / name).exists()]
     if not found:
         return None

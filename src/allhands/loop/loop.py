@@ -184,7 +184,7 @@ class Loop(OwnSteps):
             )
         for name, group in self.groups.items():
             group.schedule.count_steps(name)
-        with self._running():
+        with self._running("step"):
             for position in super().epochs():
                 measure = self._without_loader
                 batches: Iterator[Any]
@@ -228,7 +228,7 @@ class Loop(OwnSteps):
         return rates, seconds
 
     @contextmanager
-    def _running(self) -> Iterator[None]:
+    def _running(self, row: str = "epoch") -> Iterator[None]:
         if self._loggers is not None:
             raise UserError(
                 "the loop's training has ended; call loop.epochs(…) or loop.steps(…) once, and "
@@ -239,6 +239,7 @@ class Loop(OwnSteps):
                 self.settings.logdir if self.main else None,
                 len(self.history["epoch"]),
                 self.global_step or None,
+                unit=row,
             )
             try:
                 yield

@@ -16,13 +16,14 @@ from allhands.errors import AllhandsError, UserError, kind_of
 from allhands.launch import idle_agents
 from allhands.loop.settings import Data
 from allhands.loop.workers import plan, world_around
+from allhands.report import require_matplotlib
 from allhands.runner import SupervisedRunner
 from allhands.step.closure import takes_closure
 from allhands.strategies import Strategy, strategy_named
 from allhands.verify import causes, probes
 from allhands.verify.noise import FACTOR, Difference, Noise, judge, nearest
 from allhands.verify.recorder import ALL_GRADIENTS, ALL_PARAMETERS
-from allhands.verify.report import DIFFERS, LOSSY, SAME, Report, Row, require_matplotlib
+from allhands.verify.report import DIFFERS, LOSSY, SAME, Report, Row
 from allhands.verify.runner_runs import RunnerRuns, settings_to_check
 from allhands.verify.runs import (
     CannotVary,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from allhands.errors import UserError
+from allhands.report import new_figure, save_figure
 
 SAME, DIFFERS, LOSSY = "same", "DIFFERS", "lossy as declared"
 
@@ -126,13 +126,7 @@ class Report:
         Raises:
             UserError: matplotlib is not installed, or the file cannot be written.
         """
-        require_matplotlib()
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-        # Not pyplot: a notebook's backend and figures stay as they are.
-        figure = Figure(figsize=(9, 4), layout="constrained")
-        FigureCanvasAgg(figure)
+        figure = new_figure(9, 4)
         axes: Any = figure.subplots(1, 2, sharey=True)
         for one, kind in zip(axes, ("gradients", "parameters"), strict=True):
             for number, row in enumerate(self.rows):
@@ -167,24 +161,7 @@ class Report:
             ncols=2,
             fontsize="small",
         )
-        try:
-            figure.savefig(Path(path).expanduser(), dpi=120, format="png")
-        except OSError as error:
-            raise UserError(
-                f"the plot {str(path)!r} cannot be written: {error.strerror or error}; choose "
-                "another file"
-            ) from None
-
-
-def require_matplotlib() -> None:
-    """Raise `UserError` when there is nothing to draw with."""
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError:
-        raise UserError(
-            "a plot needs matplotlib, which is not installed; write pip install "
-            "'allhands[report]', or leave the plot out"
-        ) from None
+        save_figure(figure, path)
 
 
 def _number(value: float) -> str:

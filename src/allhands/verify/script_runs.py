@@ -14,6 +14,7 @@ from allhands.errors import AllhandsError, UserError
 from allhands.launch import idle_agents, spawn
 from allhands.launch.processes import cores
 from allhands.loop.workers import plan
+from allhands.report import require_matplotlib
 from allhands.strategies import Single, Strategy
 from allhands.verify import script_worker
 from allhands.verify.compare import (
@@ -25,7 +26,7 @@ from allhands.verify.compare import (
 )
 from allhands.verify.noise import judge
 from allhands.verify.probes import NoProbe, listed
-from allhands.verify.report import Report, require_matplotlib
+from allhands.verify.report import Report
 from allhands.verify.runs import CannotVary, Runs, Subject, Trace, Variation, leaves_on_sigterm
 
 if TYPE_CHECKING:

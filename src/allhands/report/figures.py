@@ -1,0 +1,70 @@
+"""Figures that need no screen, and leave a notebook's own figures as they are."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from allhands.errors import UserError
+
+TEXT, FAINT = "#303236", "#d8dade"
+
+
+def has_matplotlib() -> bool:
+    """Whether there is something to draw with."""
+    return find_spec("matplotlib") is not None
+
+
+def require_matplotlib(what: str = "a plot") -> Any:
+    """The module ``matplotlib.figure``, to draw `what`.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    try:
+        import matplotlib.figure  # not pyplot, which would choose a backend
+    except ImportError:
+        raise UserError(
+            f"{what} needs matplotlib, which is not installed; write pip install "
+            "'allhands[report]', or leave it out"
+        ) from None
+    return matplotlib.figure
+
+
+def new_figure(width: float, height: float, what: str = "a plot") -> Any:
+    """A ``matplotlib.figure.Figure`` of so many inches, to draw `what`.
+
+    Raises:
+        UserError: matplotlib is not installed.
+    """
+    figure = require_matplotlib(what).Figure
+    return figure(figsize=(width, height), layout="constrained")
+
+
+def save_figure(figure: Any, path: str | Path) -> None:
+    """Write a figure into a file, whose ending says the format (png, svg, pdf).
+
+    Raises:
+        UserError: the file cannot be written, or has an ending that is no picture's.
+    """
+    path = Path(path).expanduser()
+    try:
+        figure.savefig(path, dpi=140)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(
+            f"the plot '{path}' cannot be written: {reason}; choose another file"
+        ) from None
+
+
+def plain(axes: Any) -> None:
+    """Leave of an axis what is read: the ground line, faint lines behind the curves, and whole
+    numbers below."""
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(axis="y", color=FAINT, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(FAINT)
+    axes.tick_params(length=0, colors=TEXT)
+    axes.xaxis.label.set_color(TEXT)
