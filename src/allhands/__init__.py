@@ -10,8 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from allhands import torch_hook
-
-__version__ = "0.1.0"
+from allhands.version import __version__
 
 # public name -> module that defines it. A module of the package itself is written as its own name.
 _LAZY = {

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-import allhands
 from allhands.launch import spawn
 from allhands.launch.processes import cores
 from allhands.loop.workers import gather_nodes, node_task, world_around
+from allhands.world import finalize, init
 
 
 def distributed_cmd_run(
@@ -57,7 +57,7 @@ def distributed_cmd_run(
 def _call_in_world(
     worker_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    allhands.init()
+    init()
     result = worker_fn(*args, **kwargs)
-    allhands.finalize()
+    finalize()
     return result

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-import allhands
 from allhands.federated.algorithms.base import Server
 from allhands.federated.executors.base import ExecutorContext
 from allhands.federated.strategy import Federated
 from allhands.federated.update_compression import Coded
+from allhands.version import __version__
 
 Description = dict[str, Any]
 _AT_MOST = 5  # differences that are told
@@ -62,7 +62,7 @@ def describe(
                 f"optimizer.{name}" if group == 0 else f"optimizer.{name} of group {group}"
             ] = _plain(value)
     return {
-        "allhands": allhands.__version__,
+        "allhands": __version__,
         "dtype": str(layout.dtype),
         "weights": [[place.name, list(place.shape)] for place in layout.places],
         "groups": [list(bounds) for bounds in layout.groups],

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-import allhands
 from allhands.comm import broadcast_ints
 from allhands.errors import WorldError
 from allhands.loop.checkpoint import folder as folders
 from allhands.loop.checkpoint import tree
 from allhands.strategies.held import Held, dealt
+from allhands.version import __version__
 from allhands.world import World
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class Saver:
             self.folder.mkdir(parents=True, exist_ok=True)
             torch.save(rest, content)
         aside, final = self.folder / f".{name}.{self.owner}.part", self.folder / name
-        versions = {"allhands": allhands.__version__, "torch": str(torch.__version__)}
+        versions = {"allhands": __version__, "torch": str(torch.__version__)}
         writer = Writer(
             aside,
             content.getvalue(),
