@@ -97,6 +97,7 @@ def train(workers: int, strategy: Any = False, **changes: Any) -> Any:
         "distributed": strategy,
     }
     given |= changes
+    given["workers"] = given.pop("started", None)
     runner = given.pop("runner", None) or GAN(device="cpu")
     history = runner.train(**given)
     return {
@@ -217,6 +218,32 @@ class Keeps(Callback):
 
     def on_epoch_end(self, training: Any) -> None:
         self.seen.append((training.step, type(training.model).__name__))
+
+
+class Methods(GAN):
+    """The step functions are methods, which use the runner's own models."""
+
+    def train_step(self, loop: Any, batch: Any) -> None:
+        loop.step(self.d_loss, batch, optimizer="d")
+        loop.step(self.g_loss, batch, optimizer="g")
+
+    def d_loss(self, batch: Any) -> Any:
+        return d_loss_of(self.model["g"], self.model["d"], *batch)
+
+    def g_loss(self, batch: Any) -> Any:
+        return g_loss_of(self.model["g"], self.model["d"], batch[1])
+
+
+@pytest.mark.serial
+def test_steps_may_be_methods_with_the_runners_models(preloaded: None) -> None:
+    expected, _ = train(1)
+    for workers, strategy in ((1, False), (2, "ddp")):
+        given: dict[str, Any] = {"runner": Methods(device="cpu")}
+        if workers > 1:
+            given["started"] = workers
+        weights, _ = train(workers, strategy, **given)
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-5)
 
 
 # ---------------------------------------------------------------------- one model, a criterion

@@ -47,6 +47,8 @@ def _data(loop: BaseLoop, in_shares: bool) -> str:
     )
     number = feed.num_steps if loop.passes is None else settings.steps_per_epoch
     steps = f", {number} steps an epoch" if number is not None else ""
+    if settings.max_steps is not None:
+        steps += f", at most {settings.max_steps:,} steps"
     if not feed.global_batch:
         return f"batches made by the batch sampler; {samples}{steps}, {feed.kind}"
     parts = (

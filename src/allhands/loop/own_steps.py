@@ -132,7 +132,8 @@ class OwnSteps(PassesByHand, Reports):
         self.misuse.agree(f"loop.step of '{name}'")
         self._stepped.add(name)
         function, objective = self._function(fn, name)
-        if function.fn is not fn and self.groups[name].captured is not None:
+        # Methods of one object are equal, and made anew each time.
+        if function.fn != fn and self.groups[name].captured is not None:
             raise UserError(
                 f"step='graph' replays {function.where} as it was captured, and another one was "
                 "made; define it once, before the loop"

@@ -17,9 +17,14 @@ from allhands.runner.train_settings import TrainSettings
 
 @dataclass(kw_only=True)
 class OwnTrainSettings(TrainSettings):
-    """Everything that `Runner.train` was called with, except who trains."""
+    """Everything that `Runner.train` was called with, except who trains.
+
+    Attributes:
+        given_model: one model, or a dict.
+    """
 
     own: OwnModels
+    given_model: Any
 
     @classmethod
     def of(
@@ -57,6 +62,7 @@ class OwnTrainSettings(TrainSettings):
         several = isinstance(model, Mapping) or isinstance(optimizer, Mapping)
         own = OwnModels(_by_name("model", model), optimizers, schedulers, several)
         first = next(iter(optimizers.values()))
+        given["given_model"] = model
         return cls(own=own, model=own.model, optimizer=first, metrics={}, **given)
 
     def _check_criterion(self) -> None:

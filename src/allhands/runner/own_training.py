@@ -39,7 +39,7 @@ class OwnTraining(Training):
         self.runner = runner
         for criterion in settings.criteria:
             criterion.to(self.world.device)
-        runner.criterion = settings.criterion
+        runner.model, runner.criterion = settings.given_model, settings.criterion
         loop = OwnSteps(
             settings.of_loop(),
             settings.own,

@@ -55,6 +55,8 @@ class Runner:
         device: ``"cpu"`` or ``"cuda"``; None takes a GPU where there is one.
 
     Attributes:
+        model: what `train` was given; in steps, ``loop.models`` also has what a strategy has put in
+            the place of a model (fsdp, tensor).
         criterion: what `train` was given, on the device of the training.
     """
 
