@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from allhands.loop.settings import LoopSettings
 from allhands.loop.task import Task
-from allhands.step import CapturedSteps, cannot_capture
+from allhands.step import cannot_capture
 from allhands.world import World
-
-if TYPE_CHECKING:
-    from allhands.loop.optimizer_group import OptimizerGroup
 
 
 def captures_steps(
@@ -39,24 +35,6 @@ def captures_steps(
     if world.device.type == "cuda":
         say(f"step: eager, since {refusal}")
     return False
-
-
-def captured_steps(
-    group: OptimizerGroup, task: Task, say: Callable[[str], None]
-) -> CapturedSteps | None:
-    """What takes the steps of a group from CUDA graphs; None where each is asked for anew."""
-    if not group.captures:
-        return None
-    return CapturedSteps(
-        group.model,
-        task.criterion,
-        group.optimizer,
-        group.world.device,
-        keeps=task.keeps_outputs,
-        shows=task.shows_gradients,
-        insist=group.settings.step == "graph",
-        say=say,
-    )
 
 
 def _refusal(settings: LoopSettings, world: World, own_calls: str, scales: bool) -> str | None:

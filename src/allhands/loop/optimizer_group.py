@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from allhands.loop.capturing import captured_steps, captures_steps
+from allhands.loop.capturing import captures_steps
 from allhands.loop.schedule import Schedule
 from allhands.loop.settings import LoopSettings
 from allhands.loop.task import Objective, Task
-from allhands.step import OptimizerStep, Precision
+from allhands.step import CapturedSteps, OptimizerStep, Precision
 from allhands.step.closure import ClosureStep, takes_closure
 from allhands.step.update import set_mode
 from allhands.strategies.alike import check_buffers_equal
@@ -62,8 +62,21 @@ class OptimizerGroup:
         self.placement, self.exchange, self.state = bound.placement, bound.exchange, bound.state
         self.called, self.model = self.placement.module, self.placement.model
         self.schedule = Schedule(settings.scheduler)
-        self.captured = captured_steps(self, task, say)
+        #: Takes the steps from CUDA graphs; None where each is asked for anew.
+        self.captured = self._captured_steps(task, say) if self.captures else None
         self._looked = False  # at what the first step has done to buffers
+
+    def _captured_steps(self, task: Task, say: Callable[[str], None]) -> CapturedSteps:
+        return CapturedSteps(
+            self.model,
+            task.criterion,
+            self.optimizer,
+            self.world.device,
+            keeps=task.keeps_outputs,
+            shows=task.shows_gradients,
+            insist=self.settings.step == "graph",
+            say=say,
+        )
 
     def begin(self, step: int) -> None:
         """The training begins or goes on after optimizer step `step`."""
