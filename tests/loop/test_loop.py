@@ -221,7 +221,9 @@ def test_optimizers_noise_and_whole_batches_on_workers(
 # ---------------------------------------------------------------------- by steps
 
 
-def train_by_steps(workers: int, number: int = 20) -> Any:
+def train_by_steps(
+    workers: int, number: int = 20, first: int = 1, leave_at: int = 0, **given: Any
+) -> Any:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7)
@@ -230,6 +232,7 @@ def train_by_steps(workers: int, number: int = 20) -> Any:
         optimizer=optimizer,
         scheduler=(scheduler, "step"),
         loaders=loaders(workers),
+        **given,
     )
     seen = []
     for step in loop.steps(number):
@@ -238,7 +241,9 @@ def train_by_steps(workers: int, number: int = 20) -> Any:
             step.evaluate("valid", lambda batch: F.cross_entropy(loop.model(batch[0]), batch[1]))
             step.log(**step.train())
         seen.append(step.number)
-    assert seen == list(range(1, number + 1))
+        if step.number == leave_at:
+            raise Left
+    assert seen == list(range(first, number + 1))
     return weights(model), loop.history
 
 
@@ -265,6 +270,47 @@ def test_steps_go_on_over_passes_of_the_data() -> None:
 def test_steps_on_two_workers() -> None:
     for found, _ in in_world(2, train_by_steps, 2):
         assert_same(found, by_steps_by_hand())
+
+
+@pytest.mark.parametrize("within", [False, True], ids=["at the end", "within the second part"])
+def test_more_steps_go_on_after_the_last(
+    tmp_path: Path, within: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {"logdir": tmp_path, "resume": "auto"}
+    train_by_steps(1, 9, **given)
+    train_by_steps(1, 9, 10, **given)  # which leaves nothing
+    if within:
+        with pytest.raises(Left):
+            train_by_steps(1, 20, 10, leave_at=15, save_every=3, **given)
+    found, history = train_by_steps(1, 20, 13 if within else 10, **given)
+    assert_same(found, by_steps_by_hand())
+    assert history["step"] == [8, 16]
+    assert "16/20" in capsys.readouterr().out
+
+
+def test_more_iterations_of_ones_own_go_on_after_the_last(tmp_path: Path) -> None:
+    x, y = data().tensors
+
+    def train(number: int, folder: Path) -> tuple[list[torch.Tensor], int]:
+        model = net()
+        loop = allhands.Loop(
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            logdir=folder,
+            resume="auto",
+        )
+        taken = 0
+        for step in loop.steps(number):
+            taken += 1
+            rows = slice(5 * (step.number % 8), 5 * (step.number % 8) + 5)
+            loop.step(lambda b: F.cross_entropy(loop.model(b[0]), b[1]), (x[rows], y[rows]))
+        return weights(model), taken
+
+    expected, _ = train(9, tmp_path / "whole")
+    assert [train(number, tmp_path / "parts")[1] for number in (5, 4)] == [5, 0]
+    found, taken = train(9, tmp_path / "parts")
+    assert taken == 4
+    assert_same(found, expected)
 
 
 # ---------------------------------------------------------------------- batches of one's own

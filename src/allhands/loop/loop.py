@@ -174,7 +174,7 @@ class Loop(OwnSteps):
             SystemExit: a signal ended the training, after a checkpoint was saved.
         """
         check_whole("loop.steps(number)", number)
-        self.num_epochs, self.settings.steps_per_epoch = 1, number
+        self.num_epochs, self.settings.steps_per_epoch, self.num_steps = 1, number, number
         if self.passes is None:
             self.passes = DataPasses()
         if len(self.trained) > 1:
@@ -185,6 +185,7 @@ class Loop(OwnSteps):
         for name, group in self.groups.items():
             group.schedule.count_steps(name)
         with self._running("step"):
+            self._leave_out_steps(number)
             for position in super().epochs():
                 measure = self._without_loader
                 batches: Iterator[Any]
@@ -192,7 +193,7 @@ class Loop(OwnSteps):
                     measure = self.measures[self.trained[0].name]
                     batches = (Batch(self, one) for one in self.train(self.trained[0], measure))
                 else:
-                    batches = self._own_iterations(position, number)
+                    batches = self._own_iterations(position)
                 for batch in batches:
                     self.batch = batch
                     step = Iteration(self, self.global_step + 1, batch)
@@ -203,9 +204,17 @@ class Loop(OwnSteps):
                         break
                 self._end(Epoch(self, 1))
 
-    def _own_iterations(self, position: Any, number: int) -> Iterator[None]:
+    def _leave_out_steps(self, number: int) -> None:
+        """A training that had come to its end goes on where it is to have more steps now."""
+        before = self.global_step - (self.position.steps if self.position is not None else 0)
+        if before:
+            self.num_epochs = self.epoch + (before < number)
+            self.settings.steps_per_epoch = number - before
+
+    def _own_iterations(self, position: Any) -> Iterator[None]:
         self.begin_steps(self._without_loader)
-        for _ in self.due(iter(range(position.steps, number))):
+        assert self.settings.steps_per_epoch is not None
+        for _ in self.due(iter(range(position.steps, self.settings.steps_per_epoch))):
             yield None
             self.global_step += 1
             position.steps += 1

@@ -24,6 +24,8 @@ class Reports(BaseLoop):
 
     history: History
     measures: dict[str, LossMean]
+    #: Of a training by steps, in all.
+    num_steps = 0
     _loggers: Loggers | None = None
     # The optimizers that have taken a step in this epoch.
     _stepped: set[str]
@@ -69,7 +71,7 @@ class Reports(BaseLoop):
         """Print a row of an iteration, and write it down."""
         rates, seconds = learning_rates(self.optimizer), self.seconds
         self._record(self.epoch + 1, values, rates, seconds)
-        self._report("step", number, self.settings.steps_per_epoch, values, rates, seconds)
+        self._report("step", number, self.num_steps, values, rates, seconds)
 
     def measured(self, name: str) -> dict[str, float]:
         """The means of the steps of a loader in this epoch, over all ranks."""
