@@ -431,8 +431,7 @@ def _length(run_file: RunFile, period: str, entry: catalogue.Entry | None, worke
         batch = given.data.batch_size * workers * given.accumulate
         whole = max(1, samples // batch if given.data.drop_last else -(-samples // batch))
     whole = None if whole is None else int(min(whole, limit))
-    steps, epochs = length_of_training(whole, epochs, given.max_steps)
-    length = steps if period == "step" else epochs
+    length = length_of_training(whole, epochs, given.max_steps)[period == "epoch"]
     if length is None:
         instead = "epoch" if period == "step" and given.max_steps is None else "step"
         raise run_file.error(
