@@ -31,6 +31,8 @@ plan cuts some layers and leaves the others whole. Where the refusals of models 
 so, too, a model has a method `chain()`, and Lookahead and the schedule-free optimizer say
 `elementwise = True`.
 
+Rows of an *own loop* are trainings with [`allhands.Loop`](loop.md), whose steps the user writes.
+
 `dp` needs GPUs, and is refused elsewhere. `federated` trains other weights by design.
 
 """

@@ -31,6 +31,7 @@ from tests.conformance.criteria import (
     weighted,
 )
 from tests.conformance.models import PLAN, mlp
+from tests.conformance.own_steps import OWN_STEPS
 from tests.conformance.table import GLOBAL_BATCH, Row, classes, features, labels, regression, values
 
 # ------------------------------------------------------------------ data
@@ -483,4 +484,5 @@ def sgd_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
+ROWS += OWN_STEPS
 BY_NAME = {row.name: row for row in ROWS}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from allhands.comm import calls
 from allhands.errors import UserError
 from allhands.launch import handback, worker
 from allhands.loop.epoch import Batch, Epoch, Iteration
+from allhands.loop.left import by_break
 from allhands.loop.loggers import Loggers, prepare_logdir
 from allhands.loop.loss_mean import LossMean
 from allhands.loop.model_groups import OwnModels, named
@@ -162,7 +165,12 @@ class Loop(OwnSteps):
             for _ in super().epochs():
                 epoch = Epoch(self, self.epoch + 1)
                 self._stepped.clear()
-                yield epoch
+                try:
+                    yield epoch
+                except GeneratorExit:
+                    if self._left(sys._getframe(1)):
+                        return
+                    raise
                 rates, seconds = self._end(epoch)
                 self._report("epoch", self.epoch, number, epoch.values, rates, seconds)
 
@@ -197,12 +205,25 @@ class Loop(OwnSteps):
                 for batch in batches:
                     self.batch = batch
                     step = Iteration(self, self.global_step + 1, batch)
-                    yield step
+                    try:
+                        yield step
+                    except GeneratorExit:
+                        if self._left(sys._getframe(1)):
+                            return
+                        raise
                     self.end_iteration()
                     step.close()
                     if self.stop_reason is not None:
                         break
                 self._end(Epoch(self, 1))
+
+    def _left(self, frame: FrameType | None) -> bool:
+        """Whether the training ends here, because the user's code has left its ``for``; else an
+        error ends it."""
+        left = by_break(frame)
+        if left:
+            calls.note("the end of the training, by a break")
+        return left
 
     def _leave_out_steps(self, number: int) -> None:
         """A training that had come to its end goes on where it is to have more steps now."""
@@ -262,7 +283,8 @@ class Loop(OwnSteps):
 
     def stop(self, reason: str) -> None:  # type: ignore[override]
         """End the training after the current epoch, or iteration of `steps`; to be called on every
-        rank. The model holds its weights then, which it may not after a ``break``.
+        rank. That epoch is evaluated, logged and saved; a ``break`` out of `epochs` or `steps`,
+        on every rank, ends the training without that.
 
         Args:
             reason: is printed.

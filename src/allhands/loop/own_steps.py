@@ -77,6 +77,8 @@ class OwnSteps(PassesByHand, Reports):
             feed.name: LossMean(world, trains=True, counts=self.counts) for feed in self.trained
         }
         self.models = called_models(own.models, self.groups)
+        # Those that are called have modes of their own.
+        self.container = nn.ModuleDict(self.models)
         #: Models that stay as they are while parts of copies are trained.
         self.untrained = untrained(own.models, self.models)
         self.misuse = Misuse(self)

@@ -156,7 +156,8 @@ class PassesByHand(Communication):
         if key in self._steps:
             return cast(StepByHand, self._steps[key])
         strategy, what = group.strategy, ""
-        if strategy.level or strategy.alone or strategy.takes_step:
+        exchanges_after = group.exchange.after_backward  # and not in the passes
+        if strategy.level or strategy.alone or strategy.takes_step or exchanges_after:
             what = f"strategy '{strategy.name}'"
         if takes_closure(group.optimizer):
             what = type(group.optimizer).__name__

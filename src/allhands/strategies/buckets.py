@@ -118,9 +118,9 @@ class Buckets:
             raise UserError(
                 f"the gradient of '{self._names[id(parameter)]}' was made again after it was "
                 "exchanged in the same step: the layer is computed again by a reentrant "
-                "checkpoint, or backward() is called twice. Write "
+                "checkpoint, or backward() is called twice, or outside of loop.step. Write "
                 "torch.utils.checkpoint.checkpoint(…, use_reentrant=False), and add losses up "
-                "before one backward()"
+                "before one backward(); in a loop of your own, call loop.step(loss_of, batch)"
             )
         bucket.waiting.discard(id(parameter))
         # In the order of the buckets, which is the same on all ranks; gradients of one rank may be

@@ -120,7 +120,13 @@ class FSDP(Meshed):
 
     def check_wrapping(self, model: nn.Module) -> None:
         """Raise `UserError` when `wrap` names what the model has not, or would tear tied parameters
-        apart."""
+        apart; or for models in a container, of which none is called first."""
+        if isinstance(model, (nn.ModuleDict, nn.ModuleList)):
+            raise UserError(
+                f"one optimizer trains {len(model)} models, and fsdp gathers the layers of one "
+                "that is called as a whole; give each an optimizer of its own, or make one "
+                "nn.Module of them whose forward() calls them"
+            )
         self.units(model)
         for name, parameter in model.named_parameters():
             if not parameter.is_contiguous():

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from allhands.comm import all_gather_rows
 from allhands.data import Source, map_tensors, preserved_generators, seed_everything
@@ -119,12 +120,14 @@ class RecordedLoop(Loop):
             given["strategy"] = Single()
         if run.variation.alone_for:
             given["accumulate"] = accumulate_for(run.variation, self._accumulate, _trained(given))
+        for model in (given.get("models") or {"model": given.get("model")}).values():
+            if isinstance(model, nn.Module):  # what else it is, the loop refuses
+                freeze(model, run.variation.frozen)
+                if run.variation.double:
+                    model.double()
         if run.variation.double:
-            for model in (given.get("models") or {"model": given["model"]}).values():
-                model.double()
             given["precision"] = "fp32"
         super().__init__(**given)
-        freeze(self.container, run.variation.frozen)
         if run.examines:
             run.facts = self._facts(own, _trained(given))
             raise Enough(0)
@@ -149,7 +152,7 @@ class RecordedLoop(Loop):
 
     def _prefix(self, group: OptimizerGroup) -> str:
         """What makes the parameters' names those of all models of the script."""
-        names = [name for name, model in self.container.items() if model is group.settings.model]
+        names = [name for name, model in self.models.items() if model is group.called]
         prefix = f"{names[0]}." if names and self.several else ""
         return prefix if self.run.loops == 1 else f"loop {self.run.loops}: {prefix}"
 
