@@ -68,8 +68,13 @@ def test_rows_have_names_of_their_own() -> None:
     assert len(BY_NAME) == len(ROWS)
 
 
-def test_the_share_of_equal_cells_does_not_fall() -> None:
-    """80 % now."""
-    kinds = [kind for column in page.read().values() for kind in column.values()]
+@pytest.mark.parametrize(("own", "share"), [(False, 0.81), (True, 0.7)])
+def test_the_share_of_equal_cells_does_not_fall(own: bool, share: float) -> None:
+    kinds = [
+        kind
+        for column in page.read().values()
+        for row, kind in column.items()
+        if row.startswith("own loop") == own
+    ]
     assert "wrong" not in kinds
-    assert kinds.count("equal") >= 0.79 * len(kinds)
+    assert kinds.count("equal") >= share * len(kinds)
