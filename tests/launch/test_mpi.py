@@ -95,3 +95,30 @@ def test_options_of_other_launchers_are_named(
     words = "--launcher mpi -n 2 -s 1 --no-preload --max-restarts 2 train.py"
     assert main.run(["launch", *words.split()]) == 2
     assert "--servers, --max-restarts, --no-preload: with --launcher mpi" in capsys.readouterr().err
+
+
+def test_the_ranks_of_a_job_share_a_secret_that_no_command_line_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = tmp_path / "seen"
+    fake = tmp_path / "mpirun"
+    fake.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && echo "Open MPI" && exit\n'
+        f'echo "$ALLHANDS_TOKEN $*" >> {seen}\n'
+    )
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("ALLHANDS_TOKEN", raising=False)
+    words = ["launch", "--launcher", "mpi", "-n", "2", "train.py"]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    assert main.run(words) == 0
+    assert main.run(words) == 0
+    monkeypatch.setenv("ALLHANDS_TOKEN", "mine")
+    assert main.run(words) == 0
+    (first, *one), (second, *_), (third, *_) = map(str.split, seen.read_text().splitlines())
+    assert third == "mine"
+    assert first != second
+    assert len(first) == len(second) == 32
+    assert first not in " ".join(one)
+    assert "-x ALLHANDS_TOKEN" in " ".join(one)
