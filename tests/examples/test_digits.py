@@ -69,7 +69,7 @@ def test_cifar10_through_the_same_code(tmp_path, shared_data, monkeypatch):
     (folder / "test_batch.bin").write_bytes(
         official.records(*official.load(shared_data, "cifar10", "test"))
     )
-    env = {"ALLHANDS_DATA": str(tmp_path / "data")}
+    env = {"ALLHANDS_DATA": str(tmp_path / "data"), "ALLHANDS_CURVES": "1"}
     text = run_example(
         tmp_path,
         "digits/train.py",

@@ -53,7 +53,8 @@ def test_the_new_script_trains_on_two_workers(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     in_world(2, train, name, 4)
-    rows = list(csv.DictReader((tmp_path / "logs" / name / "metrics.csv").open()))
+    text = (tmp_path / "logs" / name / "metrics.csv").read_text()
+    rows = list(csv.DictReader(text.splitlines()))
     assert len(rows) == 4
     assert low < float(rows[-1][column]) < high
 

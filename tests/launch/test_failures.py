@@ -89,7 +89,7 @@ def test_a_stopped_worker_is_noticed_within_seconds(job: Any) -> None:
     )
     assert code == 137
     assert time.monotonic() - started < patience(20)
-    assert ") failed first: no progress for 5 s: it is stopped (state T)" in err
+    assert re.search(r"\) failed first: no progress for \d+ s: it is stopped \(state T\)", err)
     assert "allhands: rank 1 " in err
     assert "stopped because of it: rank 0" in err
 
