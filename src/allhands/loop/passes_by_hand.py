@@ -104,8 +104,9 @@ class PassesByHand(Communication):
                 )
             take.begin()
             self._begun[name] = take
+        others = [group for other, group in self.groups.items() if other != name]
         with self.misuse.within, ExitStack() as stack:
-            for group in self.groups.values():
+            for group in others:
                 stack.enter_context(group.exchange.no_exchange())
             take.add(loss, count, total)
 

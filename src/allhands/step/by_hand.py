@@ -27,7 +27,7 @@ class StepByHand(OptimizerStep):
         ranks."""
         if self._is_finite(loss, count):
             self._items = self._items + float(count)
-            self._run(loss * (self.scale * count))
+            self._run(loss, self.scale * count)
 
     def add(self, loss: torch.Tensor, count: float, total: float) -> None:
         """Add the gradients of a loss that is the mean of `count` items, of `total` over all ranks.
@@ -35,13 +35,15 @@ class StepByHand(OptimizerStep):
         if count:
             value = loss.detach()
             self._sum, self._count = value if self._sum is None else self._sum + value, count
-        self._run(loss * (self.scale * count / total))
+        self._run(loss, self.scale * count / total)
 
-    def _run(self, loss: torch.Tensor) -> None:
+    def _run(self, loss: torch.Tensor, factor: float) -> None:
+        scaler = self.precision.scaler
         with self.exchange.no_exchange():
-            (
-                loss if self.precision.scaler is None else self.precision.scaler.scale(loss)
-            ).backward()
+            if scaler is None:
+                loss.backward(self._weight(factor).to(loss.dtype))
+            else:
+                scaler.scale(loss * factor).backward()
 
     def _is_finite(self, loss: torch.Tensor, count: float) -> bool:
         """Report a loss; False where it is not finite, which ends the step on all ranks."""
