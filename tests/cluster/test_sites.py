@@ -44,6 +44,7 @@ def data() -> Path:
     return folder
 
 
+@pytest.mark.timeout(800)  # two minutes alone, and twice as long beside three other files
 def test_the_hospitals_example_in_four_network_namespaces(
     hospitals: Hosts, data: Path, tmp_path: Path
 ) -> None:
