@@ -144,7 +144,8 @@ def contrast(rows: torch.Tensor) -> torch.Tensor:
 SLICES = allhands.Tensor(plan={"0": "colwise", "2": "rowwise"})
 
 
-def train_gan(shares: int, strategy: Any = None) -> Any:
+def gan_loop(shares: int, **options: Any) -> tuple[allhands.Loop, nn.Module, nn.Module]:
+    """The loop of a generator and a discriminator, and these."""
     g, d = net(4, 6), net(6, 1, seed=1)
     loop = allhands.Loop(
         models={"g": g, "d": d},
@@ -153,8 +154,13 @@ def train_gan(shares: int, strategy: Any = None) -> Any:
             "d": torch.optim.SGD(d.parameters(), lr=0.1),
         },
         loaders={"train": loaders(shares)["train"]},
-        strategy=strategy,
+        **options,
     )
+    return loop, g, d
+
+
+def train_gan(shares: int, strategy: Any = None) -> Any:
+    loop, g, d = gan_loop(shares, strategy=strategy)
 
     def of_d(batch: Any) -> torch.Tensor:
         real = batch[0]

@@ -18,6 +18,7 @@ from tests.loop.test_loop import (
     classifier_by_hand,
     contrast,
     d_loss,
+    gan_loop,
     loaders,
     net,
     weights,
@@ -45,17 +46,7 @@ def in_windows(workers: int, accumulate: int = 2) -> list[torch.Tensor]:
 
 def gan(workers: int, strategy: Any = None) -> list[torch.Tensor]:
     """As a script has it: two losses add up in a step of the first optimizer."""
-    g, d = net(4, 6), net(6, 1, seed=1)
-    loop = allhands.Loop(
-        models={"g": g, "d": d},
-        optimizers={
-            "g": torch.optim.Adam(g.parameters(), lr=0.01),
-            "d": torch.optim.SGD(d.parameters(), lr=0.1),
-        },
-        loaders={"train": loaders(workers)["train"]},
-        strategy=strategy,
-        clip_norm=0.5,
-    )
+    loop, g, d = gan_loop(workers, strategy=strategy, clip_norm=0.5)
     g_called, d_called = loop.models["g"], loop.models["d"]
     for epoch in loop.epochs(2):
         for x, _ in epoch.train:

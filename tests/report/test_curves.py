@@ -110,7 +110,7 @@ def test_many_metrics_and_loaders_have_a_place_each(tmp_path: Path) -> None:
     rows = [0, 1]
     found = {f"metric {number}": {"train": (rows, [1.0, 2.0])} for number in range(11)}
     found["metric 0"] |= {name: (rows, [0.0, float("nan")]) for name in ("valid", "a", "b")}
-    draw_curves(tmp_path / "many.svg", {"round": [1, 2]}, found, title="many")
+    draw_curves(tmp_path / "many.svg", {"round": [1, 2]}, found)
     text = (tmp_path / "many.svg").read_text()
     assert "<svg" in text
     assert len({curves._colour(name, ["train", "valid", "a", "b"]) for name in "ab"}) == 2

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from allhands.comm import calls
+from allhands.comm import all_reduce_sum, calls
 from allhands.errors import UserError
 from allhands.loop.communication import Communication
 from allhands.loop.misuse import Misuse
@@ -113,7 +113,9 @@ class PassesByHand(Communication):
     def _counted(self, count: float | None) -> tuple[float, float]:
         """Of a loss: what this rank's share of it is a mean of, and that of all ranks."""
         if count is not None:
-            return count, float(self.mean(count)) * self.world.world_size
+            total = torch.tensor([float(count)], dtype=torch.float64, device=self.world.device)
+            all_reduce_sum([total], self.world)
+            return count, float(total)
         if self.batch is None or len(self.batch.parts) != 1:
             raise UserError(
                 "loop.backward(loss) does not know what the loss is a mean of; write the number of "

@@ -23,7 +23,6 @@ def draw_curves(
     path: str | Path,
     at: Mapping[str, Sequence[float]],
     curves: Mapping[str, Mapping[str, Curve]],
-    title: str = "",
 ) -> None:
     """Draw a table of measurements into a picture: one axis a metric, one curve a loader.
 
@@ -31,7 +30,6 @@ def draw_curves(
         path: of the picture; its ending says the format.
         at: the one column that curves are drawn over, by its name: "epoch", "round" or "step".
         curves: by metric and loader.
-        title: above all axes.
 
     Raises:
         UserError: matplotlib is not installed, or the file cannot be written.
@@ -60,8 +58,6 @@ def draw_curves(
         axes.legend(frameon=False, fontsize=9, labelcolor=TEXT)
     for axes in list(all_axes)[len(names) :]:
         axes.set_axis_off()
-    if title:
-        figure.suptitle(title, x=0.01, ha="left", color=TEXT, fontsize=10)
     save_figure(figure, path)
 
 
