@@ -91,6 +91,12 @@ def test_two_optimizers_are_the_same_and_nothing_is_written(
     assert "not reached" not in out + err
 
 
+def test_the_runners_word_for_the_strategy_and_passes_by_hand(tmp_path: Path) -> None:
+    code = one(step="loop.backward(loss_of(batch)); loop.step()")
+    report = verified(tmp_path, code.replace("Loop(", "Loop(distributed='ddp',"))
+    assert [(row.strategy, row.verdict) for row in report.rows] == [("ddp", "same")]
+
+
 def test_the_optimizer_and_step_function_that_depend_on_the_rank_are_named(tmp_path: Path) -> None:
     code = MAKE + TWO_OPTIMIZERS.replace("WEIGHT", "(2.0 if loop.main else 1.0)")
     (row,) = verified(tmp_path, code, steps=2).rows

@@ -112,7 +112,7 @@ class RecordedLoop(Loop):
 
     def __init__(self, **given: Any) -> None:
         run = self.run
-        own = given.get("strategy")
+        own = given.get("strategy") or given.pop("distributed", None)
         given |= {"logdir": None, "resume": None, "save_every": None, "save_minutes": None}
         given |= {"step": "eager", "strategy": run.strategy or own}
         self._accumulate = given.get("accumulate", 1)
