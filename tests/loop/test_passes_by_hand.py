@@ -238,3 +238,15 @@ def test_what_would_be_another_gradient_is_refused(
         for epoch in loop.epochs(1):
             for batch in epoch.train:
                 body(loop, batch if loop.settings.accumulate == 1 else next(batch.micro_batches))
+
+
+@pytest.mark.parametrize(("count", "message"), [(None, "does not know what"), (4, "without loop")])
+def test_no_loss_is_lost_behind_the_batches(count: int | None, message: str) -> None:
+    loop = small()
+    with pytest.raises(allhands.UserError, match=message):
+        for epoch in loop.epochs(1):
+            for batch in epoch.train:
+                loop.backward(loss_of(loop, batch))
+                loop.step()
+                x, y = batch
+            loop.backward(F.cross_entropy(loop.model(x), y), count)

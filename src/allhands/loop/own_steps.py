@@ -178,7 +178,8 @@ class OwnSteps(PassesByHand, Reports):
 
     def check_used(self) -> None:
         """Raise `UserError` for an optimizer with which no step of the epoch was taken, where
-        others were used."""
+        others were used, and for a step that was begun after its batches."""
+        self.check_taken()
         unused = [name for name in self.groups if name not in self._stepped]
         if self._stepped and unused:
             raise UserError(

@@ -142,12 +142,17 @@ class PassesByHand(Communication):
         Raises:
             UserError: the ranks are not at the same place, or a step was begun and not taken.
         """
+        self.check_taken()
+        self.batch = None
+        self.misuse.agree("the end of an iteration")
+
+    def check_taken(self) -> None:
+        """Raise `UserError` for a step that was begun and not taken."""
         if self._begun:
             raise UserError(
                 "loop.backward was called without loop.step() after it; for a step of several "
                 "batches write Loop(accumulate=…) and `with loop.accumulating():`"
             )
-        self.misuse.agree("the end of an iteration")
 
     def _take(self, name: str) -> None:
         self._stepped.add(name)
