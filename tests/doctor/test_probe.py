@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -9,16 +10,21 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from allhands.doctor import probe
-from allhands.doctor.contact import Contact
+from allhands.doctor import probe_network
+from allhands.doctor.contact import Contact, _first_message
+from allhands.doctor.probe_network import interfaces
 from allhands.errors import HostError
+from allhands.launch.remote import AGENT_LINE, agent_words
+from allhands.wire.proof import GREETING
 
 pytestmark = pytest.mark.serial
 
@@ -33,22 +39,21 @@ def contact() -> Iterator[Contact]:
     found.close()
 
 
-def test_the_text_that_is_sent_is_read_by_the_oldest_python_that_may_answer() -> None:
-    compile(Path(probe.__file__).read_text(), "probe", "exec")
-    # A host may lack it.
-    assert "import allhands" not in Path(probe.__file__).read_text().split("def ")[0]
-
-
-def test_a_host_without_allhands_and_torch_answers_too() -> None:
+def test_what_is_sent_needs_the_standard_library_only() -> None:
+    """On a Python without packages, as on a host without allhands and torch."""
+    message = _first_message({}, [])
     questions = (
         b'{"op": "facts"}\n{"op": "listen", "token": "x"}\n{"op": "connect", "token": "x", '
         b'"targets": []}\n'
     )
-    program = Path(probe.__file__).read_text()
     done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", program], input=questions, capture_output=True
+        [sys.executable, "-I", "-S", *agent_words("")[1:]],
+        input=message + questions,
+        capture_output=True,
     )
-    facts, listening, connected = [json.loads(line)["answer"] for line in done.stdout.splitlines()]
+    assert done.stderr == b""
+    _, _, answers = done.stdout.partition(AGENT_LINE)
+    facts, listening, connected = [json.loads(line)["answer"] for line in answers.splitlines()]
     assert facts["versions"] == {
         "Python": platform.python_version(),
         "torch": None,
@@ -56,9 +61,9 @@ def test_a_host_without_allhands_and_torch_answers_too() -> None:
         "numpy": None,
         "CUDA": None,
     }
+    assert facts["interfaces"] == interfaces()
     assert listening["port"] > 0
     assert connected == []
-    assert done.stderr == b""
 
 
 def test_facts(contact: Contact) -> None:
@@ -93,12 +98,49 @@ def test_listening_and_flooding(contact: Contact) -> None:
     port = contact.ask("listen", token=TOKEN)["port"]
     got = contact.ask("flood", address="127.0.0.1", port=port, token=TOKEN, seconds=0.2)
     assert got["bytes"] > 0
-    assert got["bytes"] % probe.CHUNK == 0  # all that was sent
+    assert got["bytes"] % probe_network.CHUNK == 0  # all that was sent
     assert 0.1 < got["seconds"] < 5
-    # A stranger gets no answer.
-    with socket.create_connection(("127.0.0.1", port), 5) as stranger:
-        stranger.sendall(b"x" * len(TOKEN) + b"k")
-        assert stranger.recv(1) == b""
+
+
+def test_strangers_are_named_and_the_token_never_travels(
+    contact: Contact, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    port = contact.ask("listen", token=TOKEN)["port"]
+    for attack in (b"x" * len(TOKEN) + b"k", b"[" * 5000, GREETING + b"\xff" * 300):
+        with socket.create_connection(("127.0.0.1", port), 5) as stranger:
+            name = stranger.getsockname()[1]
+            stranger.sendall(attack)
+            stranger.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(OSError):
+                assert stranger.recv(1 << 16)[: len(GREETING)] == GREETING
+                assert stranger.recv(1) in (b"", bytes(1))
+        time.sleep(1.1)  # one line a second
+        assert f"from 127.0.0.1:{name} to allhands doctor" in capfd.readouterr().err
+    with pytest.raises(HostError, match="RefusedError: it has another token"):
+        contact.ask("flood", address="127.0.0.1", port=port, token="another", seconds=0.1)
+    # What a peer sends to whoever listens there.
+    sent = bytearray()
+    with socket.create_server(("127.0.0.1", 0)) as foreign:
+
+        def hear() -> None:
+            link = foreign.accept()[0]
+            with link:
+                link.sendall(GREETING + bytes(32))
+                sent.extend(link.recv(4096))
+
+        thread = threading.Thread(target=hear)
+        thread.start()
+        monkeypatch.setattr(probe_network, "own_addresses", dict)
+        monkeypatch.setattr(probe_network, "resolve", _any_address)
+        found = probe_network.knock("other", foreign.getsockname()[1], TOKEN)
+        thread.join(10)
+    assert found["error"] is not None
+    assert len(sent) > 64
+    assert TOKEN.encode() not in sent
+
+
+def _any_address(name: str) -> dict[str, Any]:
+    return {"addresses": ["0.0.0.0"], "error": None}
 
 
 def test_connecting_tells_what_happened_under_each_name(
@@ -114,20 +156,16 @@ def test_connecting_tells_what_happened_under_each_name(
     assert answer["tried"][0]["error"] == "that is this host itself"
     assert "the name is not known" in answer["tried"][1]["error"]
     # Were it another host's address, it would answer.
-    monkeypatch.setattr(probe, "own_addresses", dict)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        silent.settimeout(5)
-        monkeypatch.setattr(probe, "CONNECT_S", 0.2)
-        monkeypatch.setattr(
-            probe, "resolve", lambda name: {"addresses": ["0.0.0.0"], "error": None}
-        )
-        assert probe.knock("other", silent.getsockname()[1], TOKEN)["error"] == "timed out"
-        good = probe.knock("other", port, TOKEN)
+    monkeypatch.setattr(probe_network, "own_addresses", dict)
+    monkeypatch.setattr(probe_network, "resolve", _any_address)
+    good = probe_network.knock("other", port, TOKEN)
     assert (good["error"], good["address"], good["own"]) == (None, "0.0.0.0", "127.0.0.1")
-    assert probe.knock("other", port, "another token")["error"] in (
-        "something else answers there",
-        "timed out",
-    )
+    found = probe_network.knock("other", port, "another token")
+    assert found["error"] == "something else answers there"
+    monkeypatch.setattr(probe_network, "CONNECT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        found = probe_network.knock("other", silent.getsockname()[1], TOKEN)
+        assert found["error"] == "timed out"
 
 
 def test_a_folder_and_its_mark(contact: Contact, tmp_path: Path) -> None:
@@ -173,17 +211,17 @@ def test_a_python_that_cannot_be_used() -> None:
 
 
 def test_names_that_nobody_answers_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert probe.threads({"a": lambda: 1, "b": lambda: time.sleep(0.5)}, 0.1, "late") == {
+    assert probe_network.threads({"a": lambda: 1, "b": lambda: time.sleep(0.5)}, 0.1, "late") == {
         "a": 1,
         "b": "late",
     }
-    monkeypatch.setattr(probe, "RESOLVE_S", 0.1)
+    monkeypatch.setattr(probe_network, "RESOLVE_S", 0.1)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(0.5) or [])
-    assert probe.resolve("slow")["error"] == "no answer within 0 s"
+    assert probe_network.resolve("slow")["error"] == "no answer within 0 s"
 
 
 def test_addresses_of_ipv4_in_ipv6_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
     told = [(0, 0, 0, "", ("10.0.0.1", 0)), (0, 0, 0, "", ("::ffff:10.0.0.1", 0, 0, 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: told)
-    assert probe.resolve("d1") == {"addresses": ["10.0.0.1"], "error": None}
-    assert json.dumps(probe.interfaces())  # what is told can be sent
+    assert probe_network.resolve("d1") == {"addresses": ["10.0.0.1"], "error": None}
+    assert json.dumps(interfaces())  # what is told can be sent

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.resources
 import os
 import select
 import subprocess
@@ -11,8 +10,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+import allhands
 from allhands.errors import HostError
 from allhands.launch.handle import AgentHandle
 from allhands.launch.remote import (
@@ -28,22 +29,47 @@ from allhands.launch.ssh import SshHost, explain, neutral
 # From the start of ssh to the probe's first word.
 LOGIN_S = 15.0
 
-# As in `remote`, `-c` has put the working folder first on the path.
+# What the probe is made of, each after those that it imports.
+_SENT = (
+    "allhands.errors",
+    "allhands.wire.framing",
+    "allhands.wire.proof",
+    "allhands.wire.listeners",
+    "allhands.wire.links",
+    "allhands.wire.silence",
+    "allhands.wire.acceptor",
+    "allhands.wire",
+    "allhands.world.interface",
+    "allhands.doctor.host_facts",
+    "allhands.doctor.probe_network",
+    "allhands.doctor.probe",
+)
+
+# As in `remote`, `-c` has put the working folder first on the path. The modules are the sender's,
+# also where the host has some version of allhands. Packages are not made, so nothing is looked for
+# on a disk.
 _PROGRAM = """
+import types
 sys.flags.safe_path or sys.path.pop(0)
 sys.path.extend(entry for entry in message["path"] if entry not in sys.path)
 os.write(1, message["line"])
-exec(compile(message["probe"], "<allhands doctor>", "exec"))
+for name, _ in message["modules"]:
+    sys.modules[name] = types.ModuleType(name)
+for name, text in message["modules"]:
+    exec(compile(text, "<allhands doctor: %s>" % name, "exec"), vars(sys.modules[name]))
+sys.modules["allhands.doctor.probe"].main()
 """
 
 
+def _source(name: str) -> str:
+    path = Path(allhands.__file__).parent.joinpath(*name.split(".")[1:])
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return path.read_text(encoding="utf-8")
+
+
 def _first_message(env: Mapping[str, str | None], path: list[str]) -> bytes:
-    probe = (
-        importlib.resources.files("allhands.doctor")
-        .joinpath("probe.py")
-        .read_text(encoding="utf-8")
-    )
-    return first_message(env, _PROGRAM, path=path, line=AGENT_LINE, probe=probe)
+    modules = [(name, _source(name)) for name in _SENT]
+    return first_message(env, _PROGRAM, path=path, line=AGENT_LINE, modules=modules)
 
 
 class Contact:

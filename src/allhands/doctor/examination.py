@@ -245,7 +245,7 @@ class _Examination:
     def _ports(self) -> None:
         """Every host to every other; then, where all got through, all send to the next one at the
         same time."""
-        token = secrets.token_hex(8)
+        token = secrets.token_hex(16)
         listening = self._ask(self._hosts_up(), lambda contact: contact.ask("listen", token=token))
         targets = {
             host: {
@@ -330,7 +330,7 @@ class _Examination:
 
     def _folder(self) -> None:
         path, copies = self.request.folder, self.request.copies
-        marks = {contact.name: f".allhands-doctor-{secrets.token_hex(8)}" for contact in self.up}
+        marks = {contact.name: f".allhands-doctor-{secrets.token_hex(16)}" for contact in self.up}
         if copies:  # it is made on the hosts, and not here
             marks.pop(HERE, None)
         asked = [contact for contact in self.up if contact.name in marks]

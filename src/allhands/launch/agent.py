@@ -28,11 +28,11 @@ from allhands.launch.child import Child
 from allhands.launch.lines import LineCutter
 from allhands.launch.protocol import CHUNK, text_of, write_all
 from allhands.launch.python import as_python
-from allhands.launch.reach import reach, reachable_addresses
+from allhands.launch.reach import reach
 from allhands.launch.setup import set_up
 from allhands.launch.store_host import StoreHost
 from allhands.wire import LineReader, encode
-from allhands.world.interface import own_addresses
+from allhands.world.interface import own_addresses, reachable_addresses
 
 TICK = 1.0
 # Seconds between SIGTERM and SIGKILL when the launcher is gone, and for what a worker left behind.

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Sequence
 from typing import Any
 
-from allhands.world.interface import interface_with, is_loopback, outward_addresses, own_addresses
+from allhands.world.interface import interface_with, is_loopback, own_addresses
 
 # A firewall that drops packets makes each attempt last as long.
 _EACH = 3.0
-
-
-def reachable_addresses() -> list[str]:
-    """Addresses of this host that others may reach: the one that ssh came in through first, then
-    those of its interfaces."""
-    came_in = os.environ.get("SSH_CONNECTION", "").split()
-    return list(dict.fromkeys([*came_in[2:3], *outward_addresses()]))
 
 
 def reach(addresses: Sequence[str], port: int) -> dict[str, Any]:

@@ -52,17 +52,19 @@ def join(
         connect: opens a connection; what it raises is passed on.
         token: the job's.
         said: what this process says of itself.
-        patience: seconds in which such a connection is made anew; None: as many as for one proof.
+        patience: seconds in which such a connection is made anew, and that one proof takes at most;
+            None: as many as any proof.
 
     Raises:
         RefusedError: the other side speaks something else, or either does not know the token.
         OSError, EOFError: it cannot be reached, or is too slow.
     """
-    deadline = time.monotonic() + (proof.PATIENCE if patience is None else patience)
+    patience = proof.PATIENCE if patience is None else patience
+    deadline = time.monotonic() + patience
     while True:
         link = connect()
         try:
-            proof.introduce(link, token, said)
+            proof.introduce(link, token, said, min(patience, proof.PATIENCE))
             at_once(link)
         except (EOFError, ConnectionError, TimeoutError):
             link.close()

@@ -17,8 +17,10 @@ import os
 import socket
 import struct
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from allhands.world.membership import Member
+if TYPE_CHECKING:
+    from allhands.world.membership import Member
 
 _log = logging.getLogger(__name__)
 VARIABLE = "GLOO_SOCKET_IFNAME"
@@ -70,6 +72,13 @@ def outward_addresses() -> list[str]:
         for address in own_addresses()
         if not is_loopback(address) and not address.startswith("fe80:")
     ]
+
+
+def reachable_addresses() -> list[str]:
+    """Addresses of this host that others may reach: the one that ssh came in through first, then
+    those of its interfaces."""
+    came_in = os.environ.get("SSH_CONNECTION", "").split()
+    return list(dict.fromkeys([*came_in[2:3], *outward_addresses()]))
 
 
 def _addresses_v4() -> dict[str, str]:
