@@ -39,14 +39,15 @@ class Scripts:
     def call(
         self, *words: str, env: dict[str, str] | None = None, timeout: float = 60
     ) -> subprocess.CompletedProcess[str]:
-        """stdout and stderr apart, any exit code."""
+        """stdout and stderr apart, any exit code. It ends before the test's own limit, so that
+        what was written is shown."""
         return subprocess.run(
             words,
             env=self._environ | (env or {}),
             cwd=self.folder,
             capture_output=True,
             text=True,
-            timeout=patience(timeout),
+            timeout=min(patience(timeout), 250),
         )
 
     def srun(

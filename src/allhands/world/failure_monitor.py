@@ -28,6 +28,8 @@ BEAT_S = 1.0
 COLLECT_S = 1.0
 # Time for the others to write their own tracebacks.
 GRACE_S = 2.0
+# Requests to Slurm to end a step, GRACE_S seconds apart.
+KILL_ATTEMPTS = 5
 LONGEST_TEXT = 500
 LONGEST_LINE = 8192
 
@@ -216,19 +218,21 @@ class FailureMonitor:
 
 def kill_step() -> None:
     """End the tasks of this step that cannot do so themselves, because they are stopped or hang;
-    srun would wait for them."""
+    srun would wait for them. This process is one of them."""
     number = os.environ.get("SLURM_STEP_ID", os.environ.get("SLURM_STEPID"))
     step = f"{os.environ.get('SLURM_JOB_ID')}.{number}"
     if "None" in step:
         return
-    try:
-        subprocess.run(
-            ["scancel", "--signal=KILL", step], capture_output=True, timeout=20, check=True
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        print_error(
-            f"allhands: the silent task could not be ended ({error}); write `scancel {step}`"
-        )
+    why = "this task was not ended either"
+    for _ in range(KILL_ATTEMPTS):  # a busy controller does not answer, or loses the signal
+        try:
+            subprocess.run(
+                ["scancel", "--signal=KILL", step], capture_output=True, timeout=20, check=True
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            why = str(error)
+        time.sleep(GRACE_S)
+    print_error(f"allhands: the silent task could not be ended ({why}); write `scancel {step}`")
 
 
 def leave() -> NoReturn:
