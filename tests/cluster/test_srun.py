@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from allhands import SupervisedRunner
+from allhands import Loop, SupervisedRunner
 from tests.reference import relative_difference
 from tests.timeouts import patience
 
@@ -92,6 +92,7 @@ import torch
 import torch.distributed as dist
 import allhands
 from allhands import slurm
+from tests.cluster.test_srun import own_loop
 
 told = slurm.setup()
 assert slurm.setup() == told
@@ -101,11 +102,33 @@ dist.all_reduce(total)
 dist.destroy_process_group()
 world = allhands.init(device="cpu")
 dist.all_reduce(total)
+weight = own_loop(12 // world.world_size)
 print(json.dumps({"setup": told, "total": total.item(), "host": socket.gethostname(),
+                  "weight": weight,
                   "world": [world.rank, world.local_rank, world.node_rank, world.world_size,
                             world.local_world_size],
                   "environment": world.environment}))
 """
+
+
+def own_loop(batch_size: int) -> list[float]:
+    """Some weights after seven steps of one's own, over two passes through the data."""
+    own = given(batch_size)
+    model, criterion = own["model"], own["criterion"]
+    loop = Loop(
+        model=model,
+        optimizer=own["optimizer"],
+        loaders={"train": own["loaders"]["train"]},
+        device="cpu",
+    )
+
+    def loss_of(batch: Any) -> torch.Tensor:
+        x, y = batch
+        return criterion(loop.model(x), y)
+
+    for step in loop.steps(7):
+        loop.step(loss_of, step.batch)
+    return model[0].weight[0].tolist()
 
 
 def test_tasks_join_by_themselves(scripts: Scripts) -> None:
@@ -116,14 +139,14 @@ def test_tasks_join_by_themselves(scripts: Scripts) -> None:
             lambda options: scripts.srun(options, "joins.py"),
             ["-N2 --ntasks-per-node=2", "-N2 -n3"],
         )
+    alone = own_loop(12)
     for done, expected in (
         (even, [[0, 0, 0, 4, 2], [1, 1, 0, 4, 2], [2, 0, 1, 4, 2], [3, 1, 1, 4, 2]]),
         (uneven, [[0, 0, 0, 3, 2], [1, 1, 0, 3, 2], [2, 0, 1, 3, 1]]),
     ):
         assert done.returncode == 0, done.stderr
-        told = sorted(
-            (json.loads(line) for line in done.stdout.splitlines()), key=lambda one: one["world"][0]
-        )
+        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        told = sorted(map(json.loads, lines), key=lambda one: one["world"][0])
         assert [one["world"] for one in told] == expected
         size = len(expected)
         assert [one["setup"][:3] for one in told] == [
@@ -131,6 +154,8 @@ def test_tasks_join_by_themselves(scripts: Scripts) -> None:
         ]
         assert {one["total"] for one in told} == {float(size * size)}
         assert {one["environment"] for one in told} == {"slurm"}
+        for one in told:
+            torch.testing.assert_close(one["weight"], alone, rtol=0, atol=1e-5)
         assert [one["host"] for one in told] == [f"d{world[2] + 1}" for world in expected]
         (address,) = {one["setup"][3] for one in told}
         assert re.fullmatch(r"tcp://d1:\d+", address)

@@ -307,12 +307,27 @@ def test_one_model_is_as_with_a_supervised_runner() -> None:
 # ---------------------------------------------------------------------- going on
 
 
+class Count:
+    """How many batches a training has had, over all its parts."""
+
+    value = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
 class Averaged(GAN):
     """Keeps a moving average of the generator, which no optimizer trains; draws noise."""
 
     def __init__(self, term: int | None = None) -> None:
         super().__init__(device="cpu")
-        self.term, self.steps = term, 0
+        self.term, self.steps, self.count = term, 0, Count()
+
+    def setup(self, loop: Any) -> None:
+        loop.register("count", self.count)
 
     def train_step(self, loop: Any, batch: Any) -> None:
         def g_loss(batch: Any) -> Any:
@@ -327,11 +342,13 @@ class Averaged(GAN):
             for mean, own in pairs:
                 mean.lerp_(own, 0.1)
         self.steps += 1
+        self.count.value += 1
         if self.steps == self.term:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def valid_step(self, loop: Any, batch: Any) -> Any:
-        return {"loss": g_loss_of(loop.models["mean"], loop.models["d"], batch[1])}
+        loss = g_loss_of(loop.models["mean"], loop.models["d"], batch[1])
+        return {"loss": loss, "batches": (self.count.value, 1)}
 
 
 def averaged(term: int | None = None, **changes: Any) -> Any:
@@ -352,6 +369,7 @@ def test_a_resumed_training_is_the_same_to_the_bit(tmp_path: Path, by_steps: boo
     for part in ("train", "valid", "step", "epoch"):
         assert resumed[part] == history[part]
     assert history["step"] == ([4, 8, 12, 15] if by_steps else [5, 10, 15])
+    assert history["valid"]["batches"] == history["step"]
     with (tmp_path / "metrics.csv").open() as file:
         written = [float(row["train_d_loss"]) for row in csv.DictReader(file)]
     assert written == history["train"]["d_loss"]
@@ -484,6 +502,11 @@ class Supervised(allhands.SupervisedRunner):
         pass
 
 
+class SetUp(allhands.SupervisedRunner):
+    def setup(self, loop: Any) -> None:
+        pass
+
+
 def test_a_supervised_runner_has_one_of_each() -> None:
     made = models()
     with pytest.raises(UserError, match=r"optimizer is a dict.*class Own\(allhands.Runner\)"):
@@ -495,3 +518,5 @@ def test_a_supervised_runner_has_one_of_each() -> None:
         )
     with pytest.raises(UserError, match=r"Supervised.train_step is never called.*allhands.Runner"):
         Supervised(device="cpu").train(model=made["g"], criterion=nn.MSELoss())
+    with pytest.raises(UserError, match=r"SetUp.setup is never called.*allhands.Runner"):
+        SetUp(device="cpu").train(model=made["g"], criterion=nn.MSELoss())

@@ -154,7 +154,7 @@ def check_runner(runner: Any, base: type) -> None:
     one to override and is none."""
     kind = type(runner).__name__
     for name, _ in _own_methods(runner, base):
-        if name in ("train_step", "valid_step"):
+        if name in ("setup", "train_step", "valid_step"):
             raise UserError(
                 f"{kind}.{name} is never called by a SupervisedRunner; write handle_batch(self, "
                 f"model, batch), or class {kind}(allhands.Runner) with {_TRAIN_STEP}"
@@ -171,7 +171,10 @@ def check_own_runner(runner: Any, base: type) -> None:
     """Raise `UserError` for a runner of one's own without a step, or with a method that looks like
     one to override and is none; `base` is `Runner`."""
     kind = type(runner).__name__
-    calls = dict.fromkeys(("train_step", "valid_step"), ("self, loop, batch", (None, None)))
+    calls = {
+        "setup": ("self, loop", (None,)),
+        **dict.fromkeys(("train_step", "valid_step"), ("self, loop, batch", (None, None))),
+    }
     _check_methods(runner, base, calls, _FOREIGN_OWN)
     if type(runner).train_step is base.train_step:  # type: ignore[attr-defined]
         raise UserError(

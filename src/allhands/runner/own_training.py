@@ -55,6 +55,7 @@ class OwnTraining(Training):
                 f"{self._name} has no valid_step; write def valid_step(self, loop, batch), which "
                 "returns {'loss': loss}, or leave the loader out"
             )
+        runner.setup(loop)
         return loop
 
     @property

@@ -72,6 +72,14 @@ class Runner:
 
     # ------------------------------------------------------------------ what a subclass may change
 
+    def setup(self, loop: OwnSteps) -> None:
+        """Prepare what the steps use, on every rank, before a checkpoint is loaded and before the
+        first batch: ``loop.register("replay", self.replay)`` has it saved in checkpoints.
+
+        Args:
+            loop: see `train_step`; ``loop.device`` and ``loop.world`` are known.
+        """
+
     def train_step(self, loop: OwnSteps, batch: Batch) -> None:
         """Take the steps of one batch, with `allhands.Loop.step`: ``loop.step(loss_of, batch)``, or
         ``loop.step(d_loss, batch, optimizer="d")`` where there are several optimizers.
