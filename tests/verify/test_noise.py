@@ -10,7 +10,8 @@ import torch
 
 from allhands.verify.noise import FACTOR, Noise, judge, nearest
 from allhands.verify.recorder import ALL_GRADIENTS, ALL_PARAMETERS
-from allhands.verify.runs import Trace, floor_of
+from allhands.verify.runs import floor_of
+from allhands.verify.traces import Trace
 
 
 def step(

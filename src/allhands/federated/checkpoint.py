@@ -5,21 +5,42 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from allhands.comm import calls
 from allhands.errors import UserError
+from allhands.federated.rounds import Rounds
 from allhands.loop import checkpoint
 from allhands.loop.checkpoints import Checkpoints
 from allhands.loop.position import Position
-
-if TYPE_CHECKING:
-    from allhands.federated.round_loop import RoundLoop
+from allhands.loop.schedule import Schedule
+from allhands.runner.train_settings import TrainSettings
+from allhands.world import World
 
 _FORMAT = 1
 _STATES = "states/"
+
+
+class TrainingInRounds(Protocol):
+    """What a checkpoint holds of a `RoundLoop`, under that class's names."""
+
+    settings: TrainSettings
+    world: World
+    rounds: Rounds
+    model: nn.Module
+    schedule: Schedule
+    epoch: int
+    global_step: int
+    best: float | None
+    best_round: int
+
+    @property
+    def step(self) -> int: ...
+
+    def read_model(self) -> None: ...
 
 
 class RoundCheckpoints(Checkpoints):
@@ -30,7 +51,7 @@ class RoundCheckpoints(Checkpoints):
     on any number of ranks.
     """
 
-    loop: RoundLoop
+    loop: TrainingInRounds
 
     def save(
         self,

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from allhands.world import slurm
 
 if TYPE_CHECKING:
-    from allhands.loop.base_loop import BaseLoop
+    from allhands.loop.grouped import GroupedLoop
     from allhands.loop.reporter import Reporter
 
 
-def announce(loop: BaseLoop, schedule_note: str) -> None:
+def announce(loop: GroupedLoop, schedule_note: str) -> None:
     """Say who trains, on how much, in what steps, with which seed; `schedule_note` goes behind the
     schedule, if not empty."""
     world, settings = loop.world, loop.settings
@@ -39,7 +39,7 @@ def announce(loop: BaseLoop, schedule_note: str) -> None:
         )
 
 
-def _data(loop: BaseLoop, in_shares: bool) -> str:
+def _data(loop: GroupedLoop, in_shares: bool) -> str:
     """How much is trained on, in which steps."""
     feed, settings = loop.trained[0], loop.settings
     samples = (

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import nn
 
 from allhands.comm import calls
@@ -53,13 +52,7 @@ class BaseLoop(GroupedLoop):
         checkpoints: makes the checkpoints.
         epochs: in all, those of a resumed checkpoint included; None: until the last step.
 
-    Attributes:
-        feeds: this rank's view of each loader, by name.
-        trained: those that are trained on.
-        measure: the losses of the loader that is trained on; None between two loaders.
-        logged: further means of that loader.
-        passes: how far the data was read, where epochs have a length of their own; else None.
-        stream: number of the stream from which dropout draws on this rank.
+    Attributes: see `GroupedLoop`.
     """
 
     checkpoints: LoopCheckpoints
@@ -77,11 +70,11 @@ class BaseLoop(GroupedLoop):
     ) -> None:
         self.task, self.num_epochs = task, epochs
         self.settings, self.world = settings, world
-        self.measure: LossMean | None = None
+        self.measure = None
         #: Evaluates between two steps, where that is due; `generators` are those of the training
         #: meanwhile.
         self.evaluate_between: Callable[[], None] | None = None
-        self.generators: dict[str, torch.Tensor] | None = None
+        self.generators = None
         by_steps = settings.steps_per_epoch is not None or (
             settings.max_steps is not None and settings.limit is None
         )

@@ -9,8 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from allhands.data import Feed
 from allhands.loop.lifecycle import Lifecycle
+from allhands.loop.logged import Logged
+from allhands.loop.loss_mean import LossMean
 from allhands.loop.optimizer_group import OptimizerGroup
+from allhands.loop.passes import DataPasses
 from allhands.loop.schedule import Schedule
 from allhands.step import Precision
 from allhands.step.exchange import Exchange, Placement
@@ -19,14 +23,28 @@ from allhands.strategies.model_state import ModelState
 
 
 class GroupedLoop(Lifecycle):
-    """The part of a loop that knows its optimizer groups.
+    """The part of a loop that knows its optimizer groups and its data.
 
     Attributes:
         groups: what is exchanged and updated together, by name.
+        feeds: this rank's view of each loader, by name.
+        trained: those that are trained on.
+        passes: how far the data was read, where epochs have a length of their own; else None.
+        measure: the losses of the loader that is trained on; None between two loaders.
+        logged: further means of that loader.
+        generators: those of the training, while an evaluation runs between two steps; else None.
+        stream: number of the stream from which dropout draws on this rank.
     """
 
     groups: dict[str, OptimizerGroup]
     _first: str
+    feeds: dict[str, Feed]
+    trained: list[Feed]
+    passes: DataPasses | None
+    measure: LossMean | None
+    logged: Logged
+    generators: dict[str, torch.Tensor] | None
+    stream: int
 
     @contextmanager
     def equal_between_steps(self) -> Iterator[None]:

@@ -20,7 +20,7 @@ from allhands.loop.position import Position
 from allhands.strategies import STRATEGIES
 
 if TYPE_CHECKING:
-    from allhands.loop.base_loop import BaseLoop
+    from allhands.loop.grouped import GroupedLoop
     from allhands.loop.optimizer_group import OptimizerGroup
 
 FORMAT = 2
@@ -34,9 +34,9 @@ class LoopCheckpoints(Checkpoints):
     dict by the groups' names where there are several.
     """
 
-    loop: BaseLoop
+    loop: GroupedLoop
 
-    def __init__(self, loop: BaseLoop) -> None:
+    def __init__(self, loop: GroupedLoop) -> None:
         super().__init__(loop)
         # Each rank's part of a checkpoint from the middle of an epoch that this rank takes up,
         # until that epoch goes on.

@@ -8,39 +8,12 @@ and the difference must disappear.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from allhands.errors import AllhandsError
-from allhands.strategies import Strategy
-from allhands.verify.noise import Difference, Noise, judge
+from allhands.verify.noise import Difference, judge
 from allhands.verify.probes import listed
-from allhands.verify.runs import Runs, Trace, Variation
-
-
-@dataclass
-class Case:
-    """A difference, and what is known of it."""
-
-    runs: Runs
-    strategy: Strategy
-    workers: int
-    steps: int
-    trace: Trace
-    reference: Trace
-    noise: Noise
-    refused: dict[str, Difference]
-    finding: Difference
-    exact: bool
-
-    @property
-    def number(self) -> int:
-        """Steps that an optimizer takes until the difference is seen."""
-        return self.trace.number(self.finding.step - 1)
-
-    @property
-    def them(self) -> str:
-        """The workers, in words."""
-        return f"{self.workers} worker{'s' if self.workers > 1 else ''}"
+from allhands.verify.runs import Case
+from allhands.verify.traces import Trace, Variation
 
 
 def explain(case: Case) -> list[str]:

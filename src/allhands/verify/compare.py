@@ -25,14 +25,8 @@ from allhands.verify.noise import FACTOR, Difference, Noise, judge, nearest
 from allhands.verify.recorder import ALL_GRADIENTS, ALL_PARAMETERS
 from allhands.verify.report import DIFFERS, LOSSY, SAME, Report, Row
 from allhands.verify.runner_runs import RunnerRuns, settings_to_check
-from allhands.verify.runs import (
-    CannotVary,
-    Runs,
-    Trace,
-    Variation,
-    bytes_of,
-    leaves_on_sigterm,
-)
+from allhands.verify.runs import CannotVary, Runs, bytes_of, leaves_on_sigterm
+from allhands.verify.traces import Trace, Variation
 
 # The reference run keeps the gradients and the parameters of every step; not more than this.
 MEMORY = 2 << 30

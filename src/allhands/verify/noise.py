@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from allhands.verify.recorder import ALL_PARAMETERS, Step
-from allhands.verify.runs import Trace
+from allhands.verify.traces import Trace
 
 #: A difference is real when it is more than so many times the noise. docs/verify.md has the figures
 #: that it was chosen from.

@@ -23,8 +23,6 @@ from allhands.verify.recorder import RunnerRecorder
 from allhands.verify.runs import (
     GlobalBatches,
     Runs,
-    Trace,
-    Variation,
     accumulate_for,
     doubled,
     freeze,
@@ -32,6 +30,7 @@ from allhands.verify.runs import (
     subject_of,
     watch_order,
 )
+from allhands.verify.traces import Trace, Variation
 from allhands.world import World
 
 
