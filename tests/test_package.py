@@ -201,6 +201,55 @@ def test_no_class_and_no_module_has_a_name_twice():
     assert {name for name, count in modules.items() if count > 1} <= set(MODULES_TWICE)
 
 
+def circles_of(imports: dict[str, set[str]]) -> list[set[str]]:
+    """The sets of modules that reach one another by imports."""
+    reached = {}
+    for name in imports:
+        todo, seen = [name], set()
+        while todo:
+            new = imports[todo.pop()] - seen
+            seen |= new
+            todo += new
+        reached[name] = seen
+    circles = {
+        frozenset(other for other in reached[name] if name in reached[other])
+        for name in imports
+        if name in reached[name]
+    }
+    return [set(circle) for circle in circles]
+
+
+def imports_of_modules(source: Path) -> dict[str, set[str]]:
+    """What each module imports of the package, in functions and for type checkers too."""
+    paths = {
+        ".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in source.rglob("*.py")
+    }
+    found: dict[str, set[str]] = {}
+    for name, path in paths.items():
+        found[name] = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            wanted = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.module:
+                assert not node.level, f"{path}:{node.lineno}: relative"
+                wanted = [f"{node.module}.{alias.name}" for alias in node.names]
+            for one in wanted:
+                found[name].add(one if one in paths else one.rpartition(".")[0])
+        found[name] = found[name] & paths.keys() - {name}
+    return found
+
+
+def test_circles_of_imports_are_few_and_inside_one_room():
+    """A module that imports what imports it cannot be read or moved alone. A new circle is broken
+    by moving a type, or a function, down."""
+    small = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}
+    assert circles_of(small) == [{"b", "c"}]
+    circles = circles_of(imports_of_modules(ROOT / "src"))
+    rooms = [{tuple(name.split(".")[:2]) for name in circle} for circle in circles]
+    assert all(len(room) == 1 for room in rooms), circles
+    assert len(circles) <= 3, circles
+
+
 def test_the_tests_mirror_the_source():
     folders = {
         path.name

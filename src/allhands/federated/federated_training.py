@@ -20,6 +20,7 @@ from allhands.federated.clients import Clients
 from allhands.federated.executors import Executor, ExecutorContext
 from allhands.federated.executors.choice import parse
 from allhands.federated.executors.shared import Shared
+from allhands.federated.federated_settings import FederatedSettings
 from allhands.federated.local_training import Forward as LocalForward
 from allhands.federated.local_training import LocalOptimizer, LocalTraining
 from allhands.federated.partitions import partition_of
@@ -27,7 +28,6 @@ from allhands.federated.round_loop import RoundLoop
 from allhands.federated.rounds import Evaluate
 from allhands.federated.row_layout import RowLayout
 from allhands.federated.samples import Samples
-from allhands.federated.strategy import Federated
 from allhands.federated.team import Team
 from allhands.loop.reporter import Reporter
 from allhands.runner.evaluation import Forward, evaluate_feed, fitting, loss_rule
@@ -42,7 +42,7 @@ def train(
 ) -> dict[str, Any]:
     """The training that a `SupervisedRunner` was asked for, in rounds; called on every rank."""
     strategy = settings.strategy
-    assert isinstance(strategy, Federated)
+    assert isinstance(strategy, FederatedSettings)
     model = settings.model
     home = next(model.parameters()).device
     with preserved_generators():
@@ -129,7 +129,7 @@ def train(
 
 def local_training(
     settings: Any,
-    strategy: Federated,
+    strategy: FederatedSettings,
     source: Source,
     handle_batch: LocalForward,
     say: Callable[[str], None] | None = None,
@@ -157,7 +157,7 @@ def local_training(
     )
 
 
-def number_of_rounds(settings: Any, strategy: Federated) -> int:
+def number_of_rounds(settings: Any, strategy: FederatedSettings) -> int:
     """How many rounds are trained."""
     return min(3, strategy.rounds) if settings.check else strategy.rounds
 

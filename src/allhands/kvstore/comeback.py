@@ -12,13 +12,13 @@ from allhands.kvstore.server_link import ServerLink
 from allhands.kvstore.wait_state import ServerLostError
 
 if TYPE_CHECKING:
-    from allhands.kvstore.connected import Connected
+    from allhands.kvstore.store_links import StoreLinks
 
 # Seconds for which a lost server is waited for; starting one takes 2 to 10.
 RETURN_TIMEOUT = 60.0
 
 
-def come_back(store: Connected) -> int | None:
+def come_back(store: StoreLinks) -> int | None:
     """Go back to the newest step of which all servers have a snapshot; that step. None where no
     server has lost anything, because those that died have fetched it from their mirrors.
 
@@ -32,7 +32,7 @@ def come_back(store: Connected) -> int | None:
             continue  # another one was lost meanwhile
 
 
-def _once(store: Connected) -> int | None:
+def _once(store: StoreLinks) -> int | None:
     wait_state = store._wait_state
     with wait_state.changed:
         broken = sorted(wait_state.broken)
@@ -80,7 +80,7 @@ def _once(store: Connected) -> int | None:
     return step
 
 
-def _common_step(store: Connected, broken: list[int], holding: set[int]) -> int:
+def _common_step(store: StoreLinks, broken: list[int], holding: set[int]) -> int:
     """The newest step of which all servers have a snapshot."""
     lost = f"server {', '.join(map(str, broken))} was lost"
     if not store.rules["snapshot_every"]:
@@ -99,7 +99,7 @@ def _common_step(store: Connected, broken: list[int], holding: set[int]) -> int:
     return max(common)
 
 
-def _seen(store: Connected, link: ServerLink) -> dict[str, int]:
+def _seen(store: StoreLinks, link: ServerLink) -> dict[str, int]:
     """The newest versions that this worker knows that a server had, by chunk and table."""
     return {
         # A round of rows is counted when they are pushed.
@@ -108,7 +108,7 @@ def _seen(store: Connected, link: ServerLink) -> dict[str, int]:
     }
 
 
-def _new_place(store: Connected, gone: ServerLink) -> dict[str, Any]:
+def _new_place(store: StoreLinks, gone: ServerLink) -> dict[str, Any]:
     """Where the server that was started again listens."""
     assert store._find is not None
     began = time.monotonic()
@@ -127,7 +127,7 @@ def _carry_over(gone: ServerLink, new: ServerLink) -> None:
     new.down_codec, new.adds, new.versions = gone.down_codec, gone.adds, gone.versions
 
 
-def join(store: Connected, names: Sequence[str]) -> None:
+def join(store: StoreLinks, names: Sequence[str]) -> None:
     """Take part again, in these keys, from rounds on that have begun nowhere."""
     late: set[str] = set()
     while True:

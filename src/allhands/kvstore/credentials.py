@@ -3,6 +3,7 @@ asked for."""
 
 from __future__ import annotations
 
+import os
 import ssl
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,21 @@ TLS = ("ALLHANDS_KVSTORE_TLS_CERT", "ALLHANDS_KVSTORE_TLS_KEY", "ALLHANDS_KVSTOR
 def key(number: int) -> str:
     """Under which key of the job's store server `number` makes itself known."""
     return f"allhands/server/{number}"
+
+
+def servers_of_job() -> int:
+    """How many servers the launcher has started for this job.
+
+    Raises:
+        UserError: the variable that tells is no number.
+    """
+    told = os.environ.get("ALLHANDS_NUM_SERVERS") or "0"
+    try:
+        return int(told)
+    except ValueError:
+        raise UserError(
+            f"ALLHANDS_NUM_SERVERS is {told!r}; it is a whole number, set by the launcher"
+        ) from None
 
 
 def token_from(environ: Mapping[str, str]) -> bytes:

@@ -13,7 +13,7 @@ from allhands.checks import check_choice, is_number
 from allhands.comm.clipping import check_clip_norm, clip_factor, square_of
 from allhands.compat import mark_stepped
 from allhands.errors import UserError, kind_of
-from allhands.kvstore import create
+from allhands.kvstore.factory import create
 from allhands.kvstore.optimizers import hyper
 from allhands.kvstore.params import (
     build_optimizer,

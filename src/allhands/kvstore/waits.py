@@ -21,7 +21,7 @@ from allhands.kvstore.server_link import FIRST
 from allhands.kvstore.wire_frames import message
 
 if TYPE_CHECKING:
-    from allhands.kvstore.connected import Connected
+    from allhands.kvstore.store_links import StoreLinks
 
 # What a worker waits for: round n of a key ("push"), the first value of a key ("init"), or the n-th
 # barrier ("barrier").
@@ -31,7 +31,7 @@ Need = tuple[str, str, int]
 # ---------------------------------------------------------------------- on a worker
 
 
-def report(store: Connected, needs: Sequence[Need]) -> None:
+def report(store: StoreLinks, needs: Sequence[Need]) -> None:
     """Tell server 0 for what this worker waits, and what it has given. Called by the thread that
     waits."""
     # Another thread of a worker may still push what is missing.
@@ -63,7 +63,7 @@ def report(store: Connected, needs: Sequence[Need]) -> None:
     )
 
 
-def missing_rounds(store: Connected, ahead: int) -> list[Need]:
+def missing_rounds(store: StoreLinks, ahead: int) -> list[Need]:
     """The rounds of dense keys whose values have not come; `ahead` of the versions that the worker
     has."""
     found: list[Need] = []

@@ -3,32 +3,23 @@ and weights are read."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from allhands.checks import check_choice, check_flag, check_whole
 from allhands.comm import broadcast_tensors
-from allhands.comm.codecs import NO_CODEC
-from allhands.comm.compress import merged_old
 from allhands.errors import UserError
-from allhands.kvstore import servers_of_job
-from allhands.kvstore.chunk_compression import both_ways
-from allhands.kvstore.rules import rules_of
-from allhands.kvstore.store_modes import mode_named
+from allhands.kvstore.credentials import servers_of_job
 from allhands.step.exchange import Placement
 from allhands.strategies.alike import refuse_going_on
 from allhands.strategies.base import BIND_OPTIONS, BindOptions, Bound, Strategy
 from allhands.strategies.kvstore_exchange import KVStoreExchange, KVStoreState, StoredModel
+from allhands.strategies.kvstore_settings import KVStoreSettings
 from allhands.world import World
 
-_MODES = ("sync", "async", "ssp")
 
-
-class KVStore(Strategy):
+class KVStore(KVStoreSettings, Strategy):
     """The model on every worker, 1/N of each global batch; weights and the optimizer in a key-value
     store.
 
@@ -73,138 +64,6 @@ class KVStore(Strategy):
 
     name = "kvstore"
 
-    def __init__(
-        self,
-        mode: str = "sync",
-        servers: int | None = None,
-        staleness: int | None = None,
-        update: str = "store",
-        check_weights_every: int = 1000,
-        compression: Mapping[str, Any] | None = None,
-        damping: bool = False,
-        snapshot_every: int = 0,
-        snapshot_dir: str | os.PathLike[str] | None = None,
-        on_worker_loss: str = "stop",
-        find_unused_parameters: bool = False,
-        mirror: bool = False,
-        compress: str | Mapping[str, Any] | None = None,
-    ) -> None:
-        check_choice("mode", mode, _MODES, of="KVStore")
-        check_whole("servers", servers, 0, of="KVStore", otherwise="None for those of the job")
-        if mode == "ssp":
-            check_whole("mode='ssp', staleness", staleness, 0, of="KVStore", unit="steps")
-        if mode != "ssp" and staleness is not None:
-            raise UserError(
-                f"KVStore(mode={mode!r}, staleness={staleness!r}): only mode='ssp' bounds "
-                "staleness; leave it out"
-            )
-        check_choice("update", update, ("store", "worker"), of="KVStore")
-        self.mode, self.servers, self.staleness, self.update = mode, servers, staleness, update
-        self.alone = mode != "sync" and staleness != 0
-        self.takes_step = self.parted = update == "store"
-        if self.alone and servers == 0:
-            raise self._needs_servers()
-        if self.alone and update == "worker":
-            raise UserError(
-                f"KVStore(mode={mode!r}, update='worker'): such servers apply gradients when they "
-                "come; leave update out"
-            )
-        if self.alone and find_unused_parameters:
-            raise UserError(
-                f"KVStore(mode={mode!r}, find_unused_parameters=True): workers that do not wait "
-                "cannot know what the others use; leave it out, or set mode to 'sync'"
-            )
-        self.find_unused_parameters = find_unused_parameters
-        self.check_weights_every = 0 if self.alone else check_weights_every
-        self.compress, self.narrows_weights = self._checked_compress(
-            merged_old(compress, compression, "KVStore", "compression")
-        )
-        self.exact = not self.alone and self.compress is None
-        self.options = self._checked_options(
-            damping, snapshot_every, snapshot_dir, on_worker_loss, mirror
-        )
-
-    def _checked_compress(
-        self, given: str | Mapping[str, Any] | None
-    ) -> tuple[dict[str, Any] | None, bool]:
-        """What the store is told, None where nothing is lost; and whether weights come back in
-        fewer bits."""
-        if given is None:
-            return None, False
-        push, pull = both_ways(given, "KVStore(compress=")
-        narrows = pull != NO_CODEC
-        if narrows and (self.alone or not self.takes_step):
-            why = (
-                "without waiting each worker would be left with other weights"
-                if self.alone
-                else "with update='worker' sums come back, and what they lose is in no checkpoint"
-            )
-            raise UserError(
-                f"KVStore(mode={self.mode!r}, compress={given!r}): {why}; write "
-                f"compress={dict(push, pull='none')}"
-            )
-        return (None, False) if push == pull == NO_CODEC else ({**push, "pull": pull}, narrows)
-
-    def _checked_options(
-        self,
-        damping: bool,
-        snapshot_every: int,
-        snapshot_dir: str | os.PathLike[str] | None,
-        on_worker_loss: str,
-        mirror: bool,
-    ) -> dict[str, Any]:
-        """Those of `create`."""
-        check_flag("damping", damping, of="KVStore")
-        if damping and not self.alone:
-            given = f"mode={self.mode!r}" + (
-                "" if self.staleness is None else f", staleness={self.staleness}"
-            )
-            raise UserError(
-                f"KVStore({given}, damping=True): synchronous steps are never stale; leave damping "
-                "out"
-            )
-        if on_worker_loss == "continue":
-            raise UserError(
-                "KVStore(on_worker_loss='continue'): the workers also evaluate and save together, "
-                "and cannot without the lost one; set on_worker_loss to 'stop', or train with "
-                "allhands.kvstore.Trainer and create(…, on_worker_loss='continue')"
-            )
-        options: dict[str, Any] = {"on_worker_loss": on_worker_loss}
-        if self.staleness is not None:
-            options["staleness"] = self.staleness
-        if damping:
-            options["damping"] = True
-        if snapshot_every or snapshot_dir is not None:
-            options |= {"snapshot_every": snapshot_every, "snapshot_dir": snapshot_dir}
-            if self.servers == 0:
-                raise self._needs_restarts("has no servers", options)
-        if mirror is not False:
-            options["mirror"] = mirror
-            if self.servers == 0:
-                raise self._needs_restarts("has no servers", options)
-        rules_of(mode_named(f"dist_{self.mode}"), options)
-        return options
-
-    def _needs_restarts(self, why: str, options: Mapping[str, Any]) -> UserError:
-        if "snapshot_every" not in options:
-            return UserError(
-                f"KVStore(mirror=True): this training {why}, so that none would come back with "
-                "what its mirror keeps; leave "
-                "mirror out, or start the job with `allhands launch -s 2 --server-restarts 3 …`"
-            )
-        return UserError(
-            f"KVStore(snapshot_every=…): this training {why}, so that none would come back from a "
-            "snapshot; leave snapshot_every and snapshot_dir out, or start the job with `allhands "
-            "launch -s 1 --server-restarts 3 …`"
-        )
-
-    def _needs_servers(self) -> UserError:
-        return UserError(
-            f"KVStore(mode={self.mode!r}) needs parameter servers; write "
-            f"KVStore(mode={self.mode!r}, servers=1, …), or start the "
-            "job with `allhands launch -s 1 …`"
-        )
-
     def check_settings(self, settings: Any) -> None:
         if settings.precision == "fp16" and self.alone:
             raise UserError(
@@ -222,9 +81,9 @@ class KVStore(Strategy):
 
     def servers_to_start(self) -> int:
         if self.alone and not self.servers:
-            raise self._needs_servers()
+            raise self.needs_servers()
         if self.options.keys() & {"snapshot_every", "mirror"}:
-            raise self._needs_restarts("starts its own servers once, if any", self.options)
+            raise self.needs_restarts("starts its own servers once, if any", self.options)
         return self.servers or 0
 
     def check(self, world: World) -> None:
@@ -235,9 +94,9 @@ class KVStore(Strategy):
                 f"servers out, or start it with `allhands launch -s {self.servers} …`"
             )
         if self.alone and not there:
-            raise self._needs_servers()
+            raise self.needs_servers()
         if self.options.keys() & {"snapshot_every", "mirror"} and not there:
-            raise self._needs_restarts("has no servers", self.options)
+            raise self.needs_restarts("has no servers", self.options)
         if there:
             refuse_going_on(
                 "the workers of this training evaluate and save together",

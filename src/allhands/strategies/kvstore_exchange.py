@@ -4,7 +4,6 @@ out of it."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -13,8 +12,9 @@ from allhands.comm import all_gather_rows, all_reduce_sum, sum_gradients
 from allhands.compat import mark_stepped, step_hooks
 from allhands.errors import UserError
 from allhands.kvstore import KVStore as Store
-from allhands.kvstore import create, servers_of_job
 from allhands.kvstore.collective import CollectiveStore
+from allhands.kvstore.credentials import servers_of_job
+from allhands.kvstore.factory import create
 from allhands.kvstore.optimizers import OptimizerSpec, hyper, spec_of_torch
 from allhands.kvstore.params import Slot, load_into, state_of
 from allhands.kvstore.store import Share
@@ -23,11 +23,9 @@ from allhands.step.exchange import Exchange
 from allhands.step.precision import Scaler
 from allhands.step.update import has_own_step
 from allhands.strategies.alike import check_weights_equal
+from allhands.strategies.kvstore_settings import KVStoreSettings
 from allhands.strategies.model_state import ReplicatedState
 from allhands.world import World
-
-if TYPE_CHECKING:
-    from allhands.strategies.kvstore import KVStore
 
 
 class StoredModel:
@@ -48,7 +46,7 @@ class StoredModel:
 
     def __init__(
         self,
-        settings: KVStore,
+        settings: KVStoreSettings,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         world: World,
@@ -214,7 +212,9 @@ class KVStoreExchange(Exchange):
 
     after_backward = True
 
-    def __init__(self, settings: KVStore, stored: StoredModel, scaler: Scaler | None) -> None:
+    def __init__(
+        self, settings: KVStoreSettings, stored: StoredModel, scaler: Scaler | None
+    ) -> None:
         self.stored, self.alone = stored, settings.alone
         self._settings, self._scaler = settings, scaler
         self._stale: list[float] = []

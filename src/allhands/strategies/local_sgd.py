@@ -3,32 +3,27 @@ brought together."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from allhands.checks import check_whole, is_number
 from allhands.comm import broadcast_tensors
-from allhands.comm.compress import NO_MATRICES, NO_THRESHOLD, checked_compress, merged_old
 from allhands.compat import step_hooks
-from allhands.errors import UserError, warn_renamed
+from allhands.errors import UserError
 from allhands.step.exchange import Placement
 from allhands.step.loss import LossRule
 from allhands.strategies.alike import refuse_going_on
 from allhands.strategies.base import BIND_OPTIONS, BindOptions, Bound, Strategy
 from allhands.strategies.local_sgd_exchange import LocalSGDExchange
 from allhands.strategies.local_sgd_fragments import layers_of
+from allhands.strategies.local_sgd_settings import LocalSGDSettings
 from allhands.strategies.local_sgd_state import LocalSGDState
 from allhands.strategies.own_weights import OwnWeights
 from allhands.world import World
 
-_NESTEROV = {"lr": 0.7, "momentum": 0.9}
 
-
-class LocalSGD(Strategy):
+class LocalSGD(LocalSGDSettings, Strategy):
     """The model and an optimizer on every worker, which takes its own steps on its share of each
     global batch.
 
@@ -74,40 +69,6 @@ class LocalSGD(Strategy):
     exact = False
     alone = True
     takes_step = True
-
-    def __init__(
-        self,
-        every: int = 32,
-        outer: str | Mapping[str, Any] = "average",
-        fragments: int = 1,
-        exchange: str | None = None,
-        mix: float = 0.0,
-        compress: str | Mapping[str, Any] | None = None,
-    ) -> None:
-        check_whole("every", every, of="LocalSGD", unit="steps")
-        check_whole("fragments", fragments, of="LocalSGD")
-        if fragments > every:
-            raise UserError(
-                f"LocalSGD(every={every}, fragments={fragments}): each fragment has a step of its "
-                f"own among the {every}; set fragments to {every} or less, or every to {fragments}"
-            )
-        if exchange == "fp32":
-            warn_renamed("LocalSGD(exchange='fp32')", "LocalSGD(), which sends weights as they are")
-            exchange = None
-        wanted = merged_old(compress, exchange, "LocalSGD", "exchange")
-        self.compress = checked_compress(
-            wanted, "LocalSGD(compress=", {"powersgd": NO_MATRICES, "2bit": NO_THRESHOLD}
-        )
-        if not is_number(mix) or not 0 <= mix < 1:
-            raise UserError(
-                f"LocalSGD(mix={mix!r}); it must be at least 0 and below 1; 0 takes the exchanged "
-                "weights alone"
-            )
-        self.every, self.fragments, self.mix = every, fragments, float(mix)
-        self.outer = _checked_outer(outer)
-        #: Bytes that this rank has sent in its last training: in exchanges, and for means that are
-        #: evaluated and saved.
-        self.sent = self.sent_for_means = 0
 
     def exact_for(self, optimizer: torch.optim.Optimizer, clip_norm: float | None) -> bool:
         averages = (
@@ -193,38 +154,3 @@ class LocalSGD(Strategy):
                 "distributed='ddp' for the same one"
             ]
         return Bound(Placement(model, world), exchange, LocalSGDState(own))
-
-
-def _checked_outer(given: Any) -> dict[str, Any]:
-    """The outer optimizer with all its numbers."""
-    wanted = {"name": given} if isinstance(given, str) else given
-    example = "{'name': 'nesterov', 'lr': 0.7, 'momentum': 0.9}"
-    if not isinstance(wanted, Mapping) or wanted.get("name") not in ("average", "nesterov"):
-        raise UserError(f"LocalSGD(outer={given!r}); it must be 'average' or {example}")
-    options = {key: value for key, value in wanted.items() if key != "name"}
-    if wanted["name"] == "average":
-        if options:
-            raise UserError(
-                f"LocalSGD(outer={given!r}): 'average' has no options; write outer='average', or "
-                f"outer={example}"
-            )
-        return {"name": "average"}
-    unknown = [key for key in options if key not in _NESTEROV]
-    if unknown:
-        raise UserError(
-            f"LocalSGD(outer={given!r}): 'nesterov' has no option {unknown[0]!r}; it has lr and "
-            "momentum"
-        )
-    options = _NESTEROV | options
-    bounds: dict[str, Callable[[float], bool]] = {
-        "lr": lambda x: 0 < x < math.inf,
-        "momentum": lambda x: 0 <= x < 1,
-    }
-    said = {
-        "lr": "a positive number, such as 0.7",
-        "momentum": "at least 0 and below 1, such as 0.9",
-    }
-    for key, value in options.items():
-        if not is_number(value) or not bounds[key](value):
-            raise UserError(f"LocalSGD(outer={given!r}): {key} must be {said[key]}")
-    return {"name": "nesterov", **options}

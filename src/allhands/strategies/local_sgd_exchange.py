@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,11 +16,9 @@ from allhands.step.exchange import Exchange
 from allhands.step.update import update_function
 from allhands.strategies.alike import check_weights_equal
 from allhands.strategies.local_sgd_fragments import Fragment, shares, weighted_mean
+from allhands.strategies.local_sgd_settings import LocalSGDSettings
 from allhands.strategies.optimizer_means import own_state, take_own_state
 from allhands.strategies.own_weights import OwnWeights
-
-if TYPE_CHECKING:
-    from allhands.strategies.local_sgd import LocalSGD
 
 
 class LocalSGDExchange(Exchange):
@@ -34,7 +32,7 @@ class LocalSGDExchange(Exchange):
     alone = True
     after_backward = True
 
-    def __init__(self, settings: LocalSGD, own: OwnWeights) -> None:
+    def __init__(self, settings: LocalSGDSettings, own: OwnWeights) -> None:
         self._settings, self.own, self._world = settings, own, own.world
         self._codec = codec_from(settings.compress)
         self._loaded: dict[str, Any] = {}

@@ -3,7 +3,7 @@ that works on that part."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,16 +11,12 @@ from torch import nn
 from allhands.errors import UserError
 from allhands.strategies.base import BIND_OPTIONS, BindOptions, Bound, Strategy
 from allhands.strategies.degrees import Degrees
+from allhands.strategies.mesh_parts import ShardingSettings, SlicingSettings, StagingSettings
 from allhands.strategies.meshed_exchange import MeshedExchange
 from allhands.strategies.meshed_placement import MeshedPlacement
 from allhands.strategies.meshed_state import MeshedState
 from allhands.strategies.repoint import Repointed, check_optimizer
 from allhands.world import World
-
-if TYPE_CHECKING:
-    from allhands.strategies.fsdp import FSDP
-    from allhands.strategies.pipeline import Pipeline
-    from allhands.strategies.tensor import Tensor
 
 
 class Meshed(Strategy):
@@ -42,9 +38,9 @@ class Meshed(Strategy):
     takes_meta = True
     check_weights_every = 1000
 
-    fsdp: FSDP | None = None
-    tensor: Tensor | None = None
-    pipeline: Pipeline | None = None
+    fsdp: ShardingSettings | None = None
+    tensor: SlicingSettings | None = None
+    pipeline: StagingSettings | None = None
 
     def degrees_for(self, workers: int) -> Degrees:
         """How many workers lie along each axis."""
@@ -116,7 +112,7 @@ class Meshed(Strategy):
         degrees = self.degrees_for(world.world_size)
         return world.rank // degrees.tp % degrees.dp, degrees.dp
 
-    def slices(self, workers: int) -> Tensor | None:
+    def slices(self, workers: int) -> SlicingSettings | None:
         return self.tensor if self.degrees_for(workers).tp > 1 else None
 
     # ------------------------------------------------------------------ in each worker

@@ -16,14 +16,13 @@ from allhands.step.exchange import Placement
 from allhands.strategies.base import BindOptions
 from allhands.strategies.fsdp_units import Units
 from allhands.strategies.held import Held, held, nowhere
+from allhands.strategies.mesh_parts import MeshSettings
 from allhands.strategies.pipeline_passes import PipelinePasses
 from allhands.strategies.values import Values, aliases
 from allhands.world import World
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-    from allhands.strategies.meshed import Meshed
 
 
 class MeshedPlacement(Placement):
@@ -51,7 +50,7 @@ class MeshedPlacement(Placement):
     """
 
     def __init__(
-        self, settings: Meshed, plain: nn.Module, world: World, options: BindOptions
+        self, settings: MeshSettings, plain: nn.Module, world: World, options: BindOptions
     ) -> None:
         self.world, self.plain = world, plain
         self.degrees = degrees = settings.degrees_for(world.world_size)
@@ -69,7 +68,7 @@ class MeshedPlacement(Placement):
         self.slices = settings.slices(world.world_size)
         self._describe(orders)
 
-    def _cut(self, settings: Meshed, options: BindOptions) -> Mapping[str, torch.Tensor]:
+    def _cut(self, settings: MeshSettings, options: BindOptions) -> Mapping[str, torch.Tensor]:
         """Make the module of this rank; gives the order of rows where it is another one."""
         degrees, world = self.degrees, self.world
         skeleton = _skeleton(self.plain)

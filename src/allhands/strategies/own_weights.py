@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -12,11 +11,9 @@ from torch import nn
 from allhands.comm import calls
 from allhands.errors import UserError
 from allhands.strategies.local_sgd_fragments import cut_in_fragments, layers_of, weighted_mean
+from allhands.strategies.local_sgd_settings import LocalSGDSettings
 from allhands.strategies.optimizer_means import State, mean_state
 from allhands.world import World
-
-if TYPE_CHECKING:
-    from allhands.strategies.local_sgd import LocalSGD
 
 
 class OwnWeights:
@@ -39,7 +36,7 @@ class OwnWeights:
 
     def __init__(
         self,
-        settings: LocalSGD,
+        settings: LocalSGDSettings,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         world: World,
