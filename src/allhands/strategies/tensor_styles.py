@@ -20,11 +20,21 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn.modules.dropout import _DropoutNd
 
 from allhands.errors import UserError
+from allhands.strategies.tensor_moves import (
+    PARTIAL,
+    SPLIT,
+    WHOLE,
+    WithDenseGradient,
+    as_split,
+    check_sequence,
+    move,
+    part_of,
+    split_sequence,
+    strides,
+    whole_sequence,
+)
 from allhands.strategies.tensor_plan import Style
 from allhands.strategies.tensor_region import Region
-
-_SEQUENCE = 1  # the dimension of tokens in an activation N x T x width
-_WHOLE, _PARTIAL, _SPLIT = Replicate(), Partial(), Shard(_SEQUENCE)
 
 
 def split(
@@ -82,9 +92,9 @@ def split(
         # A stage that begins where activations are split along the sequence.
         if first not in modules:
             model.register_forward_pre_hook(
-                lambda _, inputs: tuple(_split_sequence(x, mesh) for x in inputs)
+                lambda _, inputs: tuple(split_sequence(x, mesh) for x in inputs)
             )
-        model.register_forward_hook(lambda _1, _2, output: _whole_sequence(output))
+        model.register_forward_hook(lambda _1, _2, output: whole_sequence(output))
     return orders
 
 
@@ -112,7 +122,7 @@ def place(module: nn.Module, styles: Mapping[str, Style], mesh: DeviceMesh) -> N
                     [placement],
                     run_check=False,
                     shape=parameter.shape,
-                    stride=_strides(parameter.shape),
+                    stride=strides(parameter.shape),
                 )
                 made[id(parameter)] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
             owner.register_parameter(key, made[id(parameter)])
@@ -135,10 +145,6 @@ def by_rank(plain: torch.Tensor, parts: int, workers: int) -> torch.Tensor:
     if parts == 1:
         return plain
     return plain.unflatten(0, (parts, workers, -1)).transpose(0, 1).flatten(0, 2)
-
-
-def _strides(shape: torch.Size) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
 
 
 class Split(ABC):
@@ -195,7 +201,7 @@ class Split(ABC):
 
     def local(self, parameter: Any) -> torch.Tensor:
         """This worker's part of a parameter, whose gradient is that of the part."""
-        return _part_of(parameter)
+        return part_of(parameter)
 
     def shadow(self, module: nn.Module, key: str, value: Any) -> None:
         """Let ``module.key`` be `value` during this forward pass: an object's own attribute comes
@@ -219,15 +225,15 @@ class Split(ABC):
         """The same whole activation on all workers, of which each will use a part; gradients of the
         parts are summed."""
         if isinstance(x, DTensor):
-            return _move(x.to_local(), self.mesh, x.shape, _SPLIT, _WHOLE, _PARTIAL, _SPLIT)
-        return _move(x, self.mesh, x.shape, _WHOLE, _WHOLE, _PARTIAL, _WHOLE)
+            return move(x.to_local(), self.mesh, x.shape, SPLIT, WHOLE, PARTIAL, SPLIT)
+        return move(x, self.mesh, x.shape, WHOLE, WHOLE, PARTIAL, WHOLE)
 
     def summed(self, part: torch.Tensor) -> torch.Tensor:
         """The sum of what each worker has, whole on each, or split along the sequence."""
         if not self.sequence:
-            return _move(part, self.mesh, part.shape, _PARTIAL, _WHOLE, _WHOLE, _WHOLE)
-        return _as_split(
-            _move(part, self.mesh, part.shape, _PARTIAL, _SPLIT, _SPLIT, _WHOLE),
+            return move(part, self.mesh, part.shape, PARTIAL, WHOLE, WHOLE, WHOLE)
+        return as_split(
+            move(part, self.mesh, part.shape, PARTIAL, SPLIT, SPLIT, WHOLE),
             self.mesh,
             part.shape,
         )
@@ -265,7 +271,7 @@ class Rowwise(Split):
                 f"{x.shape[-1]}; make the module before it 'colwise', or this one 'replicate'"
             )
         if self.sequence:
-            _check_sequence(self.name, x, self.mesh.size())
+            check_sequence(self.name, x, self.mesh.size())
         self.region.close()
         self._bias = module.__dict__.get("bias")
         self.shadow(module, "bias", None)  # added once, after the sum
@@ -279,12 +285,12 @@ class Rowwise(Split):
         bias = bias.to(total.dtype)  # narrower under autocast, where a Linear would do the same
         if not isinstance(total, DTensor):
             return total + bias
-        return _as_split(total.to_local() + bias, self.mesh, total.shape)
+        return as_split(total.to_local() + bias, self.mesh, total.shape)
 
     def local(self, parameter: Any) -> torch.Tensor:
         # With the sequence split, each worker's gradient of the bias is over its own positions.
         partial = self.sequence and parameter.placements[0].is_replicate()
-        return _part_of(parameter, [Partial()] if partial else None)
+        return part_of(parameter, [Partial()] if partial else None)
 
 
 class VocabRows(Split):
@@ -324,7 +330,7 @@ class VocabRows(Split):
     def leave(self, module: nn.Module, output: Any) -> Any:
         own = output * self._kept
         del self._kept
-        return _move(own, self.mesh, own.shape, _PARTIAL, _WHOLE, _WHOLE, _WHOLE)
+        return move(own, self.mesh, own.shape, PARTIAL, WHOLE, WHOLE, WHOLE)
 
 
 class VocabColumns(Split):
@@ -341,8 +347,8 @@ class VocabColumns(Split):
         shape = torch.Size((*output.shape[:-1], module._parameters["weight"].shape[0]))  # type: ignore[union-attr]
         classes = Shard(output.dim() - 1)
         if self.split_loss:
-            return _as_split(output, self.mesh, shape, classes)
-        return _move(output, self.mesh, shape, classes, _WHOLE, _WHOLE, classes)
+            return as_split(output, self.mesh, shape, classes)
+        return move(output, self.mesh, shape, classes, WHOLE, WHOLE, classes)
 
 
 class Sequence(Split):
@@ -359,8 +365,8 @@ class Sequence(Split):
         if self.follows and not isinstance(x, DTensor):
             return inputs
         self.region.refuse_inside(self.name, "sequence")
-        _check_sequence(self.name, x, self.mesh.size())
-        self._form = x = _split_sequence(x, self.mesh)
+        check_sequence(self.name, x, self.mesh.size())
+        self._form = x = split_sequence(x, self.mesh)
         if (
             module.training
             and torch.is_grad_enabled()
@@ -374,7 +380,7 @@ class Sequence(Split):
         if form is None:
             return output
         self.region.close()
-        return _as_split(output, self.mesh, form.shape)
+        return as_split(output, self.mesh, form.shape)
 
     def local(self, parameter: Any) -> torch.Tensor:
         return parameter.to_local(grad_placements=[Partial()])
@@ -393,145 +399,11 @@ class Whole(Split):
 
     def local(self, parameter: Any) -> torch.Tensor:
         part = super().local(parameter)
-        return _WithDenseGradient.apply(part) if self._sparse else part
+        return WithDenseGradient.apply(part) if self._sparse else part
 
     def enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         self.region.refuse_inside(self.name, "replicate")
-        return tuple(_whole_sequence(x) for x in inputs)
-
-
-class _WithDenseGradient(torch.autograd.Function):
-    """A DTensor has no sparse gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
-        return given.to_dense() if given.is_sparse else given
-
-
-def _check_sequence(name: str, x: torch.Tensor, tp: int) -> None:
-    if x.dim() <= _SEQUENCE + 1:
-        raise UserError(
-            f"sequence_parallel=True splits N x T x width along T, and '{name}' got shape "
-            f"{list(x.shape)}; set sequence_parallel=False"
-        )
-    length = x.shape[_SEQUENCE]
-    filled = -(-length // max(1, -(-length // tp)))
-    if filled < tp:
-        raise UserError(
-            f"sequence_parallel=True splits {length} tokens over tp={tp}, which leaves "
-            f"{tp - filled} of the workers "
-            f"without any; set tp to {filled} or less, or sequence_parallel=False"
-        )
-
-
-def _split_sequence(x: Any, mesh: DeviceMesh) -> Any:
-    """A whole activation N x T x width, split along T; anything else as it is."""
-    if (
-        isinstance(x, DTensor)
-        or not isinstance(x, torch.Tensor)
-        or x.dim() <= _SEQUENCE + 1
-        or not x.is_floating_point()
-    ):
-        return x
-    return _as_split(_move(x, mesh, x.shape, _WHOLE, _SPLIT, _SPLIT, _WHOLE), mesh, x.shape)
-
-
-def _part_of(parameter: Any, placements: list[Placement] | None = None) -> torch.Tensor:
-    """The local part of a DTensor, whose gradient is placed like `placements` (None: like it)."""
-    part: torch.Tensor = parameter.to_local(grad_placements=placements)
-    if part.requires_grad:
-        part.register_hook(_row_major)
-    return part
-
-
-def _row_major(gradient: torch.Tensor) -> torch.Tensor:
-    """The same numbers with the strides of a new tensor, also in dimensions of size 1.
-
-    DTensor derives the strides of the whole gradient from those of the part. Ranks whose strides
-    differ do not ask for the same collectives when PyTorch accumulates it.
-    """
-    return gradient.reshape(-1).view(gradient.shape)
-
-
-def _whole_sequence(x: Any) -> Any:
-    """The inverse; anything else as it is."""
-    if (
-        not isinstance(x, DTensor)
-        or x.dim() <= _SEQUENCE + 1
-        or not x.placements[0].is_shard(_SEQUENCE)
-    ):
-        return x
-    return _move(x.to_local(), x.device_mesh, x.shape, _SPLIT, _WHOLE, _WHOLE, _SPLIT)
-
-
-def _as_split(
-    part: torch.Tensor, mesh: DeviceMesh, shape: torch.Size, placement: Placement = _SPLIT
-) -> DTensor:
-    """A DTensor of that whole shape, of which this worker has `part`."""
-    return DTensor.from_local(
-        part, mesh, [placement], run_check=False, shape=shape, stride=_strides(shape)
-    )
-
-
-def _move(
-    part: torch.Tensor,
-    mesh: DeviceMesh,
-    shape: torch.Size,
-    source: Placement,
-    target: Placement,
-    back_source: Placement,
-    back_target: Placement,
-) -> torch.Tensor:
-    """What a worker has of a tensor that is placed like `source`, placed like `target`; its
-    gradient goes from `back_source` to `back_target`. `shape` is the whole one."""
-    return _Move.apply(part, mesh, shape, source, target, back_source, back_target)
-
-
-class _Move(torch.autograd.Function):
-    """Stands on DTensor's redistribution, but not on its backward passes, which changed between
-    releases of PyTorch. What it gives is no view unless nothing moves; FSDP warns of modules whose
-    output is one."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        part: torch.Tensor,
-        mesh: DeviceMesh,
-        shape: torch.Size,
-        source: Placement,
-        target: Placement,
-        back_source: Placement,
-        back_target: Placement,
-    ) -> torch.Tensor:
-        ctx.way = mesh, shape, back_source, back_target, source, target
-        return _placed(part, mesh, shape, source, target)
-
-    @staticmethod
-    def backward(ctx: Any, given: torch.Tensor) -> tuple[Any, ...]:
-        return _Move.apply(given, *ctx.way), *(
-            None,
-        ) * 6  # a gradient of this gradient moves as the value did
-
-
-def _placed(
-    part: torch.Tensor, mesh: DeviceMesh, shape: torch.Size, source: Placement, target: Placement
-) -> torch.Tensor:
-    if source == target:
-        return part.view_as(part)
-    whole = DTensor.from_local(
-        part, mesh, [source], run_check=False, shape=shape, stride=_strides(shape)
-    )
-    local: Any = whole.redistribute(placements=[target]).to_local()
-    local = local.wait() if hasattr(local, "wait") else local
-    if local.stride() != _strides(local.shape):
-        # An uneven part is a view of a padded one. PyTorch 2.11 refuses other strides in a pipeline
-        # than those that the stage gave on the device "meta", also in dimensions of size 1.
-        local = local.clone(memory_format=torch.contiguous_format)
-    return local
+        return tuple(whole_sequence(x) for x in inputs)
 
 
 _NOTHING = object()

@@ -14,7 +14,8 @@ import allhands.federated as coala
 from allhands.errors import UserError
 from allhands.federated.coala import models
 from allhands.federated.coala.config import check
-from allhands.federated.coala.datasets import load, split
+from allhands.federated.coala.datasets import split
+from allhands.federated.coala.named_datasets import load
 
 DATA = Path(os.environ.get("ALLHANDS_DATA") or Path(__file__).parents[4] / "shared" / "data")
 real = pytest.mark.skipif(

@@ -19,7 +19,8 @@ from allhands.federated.algorithms import FedAvg, Server
 from allhands.federated.coala import models
 from allhands.federated.coala.client import BaseClient, check_client, trains_itself
 from allhands.federated.coala.config import Config, check
-from allhands.federated.coala.datasets import FederatedDataset, as_federated, load, split
+from allhands.federated.coala.datasets import FederatedDataset, as_federated, split
+from allhands.federated.coala.named_datasets import load
 from allhands.federated.coala.pool import Objects, Pool
 from allhands.federated.coala.server import BaseServer, check_server, overridden
 from allhands.federated.coala.server_rounds import ServerRounds, Uploads

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from allhands.errors import UserError
-from allhands.federated.coala.config import ClientConfig
+from allhands.federated.coala.config_sections import ClientConfig
 from allhands.federated.coala.datasets import FederatedDataset, Loader
 from allhands.federated.local_training import LocalOptimizer
 

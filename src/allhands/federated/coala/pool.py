@@ -15,7 +15,7 @@ from allhands.data import derive_seed, preserved_generators, seed_everything
 from allhands.errors import AllhandsError
 from allhands.federated.algorithms import Server, Trained
 from allhands.federated.coala.client import BaseClient
-from allhands.federated.coala.config import ClientConfig
+from allhands.federated.coala.config_sections import ClientConfig
 from allhands.federated.coala.datasets import FederatedDataset
 from allhands.federated.executors import ClientError, CohortMember, Executor, ExecutorContext
 from allhands.federated.executors.base import Sink, States

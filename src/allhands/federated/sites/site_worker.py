@@ -39,14 +39,9 @@ from allhands.federated.sites.arrays import BadUpdate, Expected, check_dtype, pa
 from allhands.federated.sites.definition import Definition
 from allhands.federated.sites.describe import describe, differences
 from allhands.federated.sites.site_keys import prove
+from allhands.federated.sites.site_request import Refusal, SiteRequest, last_line
 from allhands.federated.sites.site_state import SiteState
 from allhands.world import current_world, init
-
-_ABSENT = object()
-
-
-class _Refusal(Exception):
-    """What the server is told instead of an update."""
 
 
 @dataclass
@@ -199,29 +194,29 @@ class SiteWorker:
         which the server names the site."""
         kind = "message"
         try:
-            asked = _Request(request)
+            asked = SiteRequest(request)
             kind = asked.text("kind")
             if kind not in ("hello", "train", "evaluate"):
-                raise _Refusal(
+                raise Refusal(
                     "this site knows no such message; install the server's version of allhands"
                 )
             return getattr(self, f"_{kind}")(asked)
         except ClientError as error:
             traceback.print_exception(error.__cause__ or error, file=sys.stderr)
-            reason = _last_line(error.__cause__ or error)
-        except (BadUpdate, UserError, _Refusal) as error:
+            reason = last_line(error.__cause__ or error)
+        except (BadUpdate, UserError, Refusal) as error:
             reason = str(error)
         except Exception as error:
             traceback.print_exc()
-            reason = _last_line(error)
+            reason = last_line(error)
         self.say(f"{kind} refused: {reason}")
         return self._reply({"status": "refused", "reason": reason})
 
-    def _hello(self, asked: _Request) -> RecordDict:
+    def _hello(self, asked: SiteRequest) -> RecordDict:
         try:
             theirs = json.loads(asked.text("description"))
         except ValueError:
-            raise _Refusal("the server's description is not JSON") from None
+            raise Refusal("the server's description is not JSON") from None
         found = differences(self.description, theirs)
         classes, highest = (
             theirs.get("labels") if isinstance(theirs, dict) else None,
@@ -245,7 +240,7 @@ class SiteWorker:
         )
         return self._reply(config, {"samples": self.num_samples, "tests": self.num_tests})
 
-    def _train(self, asked: _Request) -> RecordDict:
+    def _train(self, asked: SiteRequest) -> RecordDict:
         placed, round_ = self._begin(asked)
         rounds, server = placed.rounds, placed.rounds.server
         run, since = asked.text("run"), asked.number("since", None)
@@ -293,7 +288,7 @@ class SiteWorker:
             0.0 if trained.start_loss is None else trained.start_loss
         )
         if not np.isfinite(total):
-            raise _Refusal(
+            raise Refusal(
                 "the model came out with NaN or Inf; lower the clients' learning rate or set "
                 "clip_norm"
             )
@@ -318,10 +313,10 @@ class SiteWorker:
             figures["start_loss"] = float(trained.start_loss)
         return update, figures
 
-    def _evaluate(self, asked: _Request) -> RecordDict:
+    def _evaluate(self, asked: SiteRequest) -> RecordDict:
         placed, round_ = self._begin(asked)
         if placed.tests is None:
-            raise _Refusal(
+            raise Refusal(
                 "this site has no test samples; write strategy.test_fraction, or give it a data "
                 "set 'valid'"
             )
@@ -351,7 +346,7 @@ class SiteWorker:
 
     # ------------------------------------------------------------------ parts
 
-    def _begin(self, asked: _Request) -> tuple[_Place, int]:
+    def _begin(self, asked: SiteRequest) -> tuple[_Place, int]:
         """Take over the server's model and what its algorithm sends beside, for the round that is
         asked for."""
         client, clients, round_ = (
@@ -360,10 +355,10 @@ class SiteWorker:
             asked.number("round"),
         )
         if not 0 <= client < clients <= 100_000 or round_ < 0:
-            raise _Refusal(f"there is no client {client} of {clients} in round {round_}")
+            raise Refusal(f"there is no client {client} of {clients} in round {round_}")
         seed = asked.number("seed")
         if seed != self.definition.seed:
-            raise _Refusal(f"seed is {self.definition.seed} here and {seed} at the server")
+            raise Refusal(f"seed is {self.definition.seed} here and {seed} at the server")
         if (client, clients) != (self.placed.client, self.placed.clients):
             self.placed = self._place(client, clients)
         placed = self.placed
@@ -381,7 +376,7 @@ class SiteWorker:
             if vector.is_floating_point() and not np.isfinite(
                 float(vector.sum(dtype=torch.float64))
             ):
-                raise _Refusal(f"the server's '{name}' holds NaN or Inf")
+                raise Refusal(f"the server's '{name}' holds NaN or Inf")
         server.weights.copy_(arrays["row"])
         server.integers.copy_(arrays.get("integers", server.integers))
         for name, vector in beside.items():
@@ -389,7 +384,7 @@ class SiteWorker:
         server.round = round_
         return placed, round_
 
-    def _set_rates(self, asked: _Request) -> None:
+    def _set_rates(self, asked: SiteRequest) -> None:
         """Let the optimizer have what the server's schedule has made of its options."""
         options = self.local.optimizer.options
         rates = asked.get("lr")
@@ -401,13 +396,13 @@ class SiteWorker:
                 for one, more in zip(changed, json.loads(asked.text("options")), strict=True)
             ]
         if len(changed) != len(options):
-            raise _Refusal(
+            raise Refusal(
                 f"the server's optimizer has {len(changed)} groups, and this site's {len(options)}"
             )
         for own, theirs in zip(options, changed, strict=True):
             for name, value in theirs.items():
                 if name not in own:
-                    raise _Refusal(f"the optimizer has no option '{name}' here")
+                    raise Refusal(f"the optimizer has no option '{name}' here")
                 own[name] = tuple(value) if isinstance(value, list) else value
 
     def _highest_class(self) -> int:
@@ -425,44 +420,3 @@ class SiteWorker:
         if figures is not None:
             reply["figures"] = MetricRecord({name: float(value) for name, value in figures.items()})
         return reply
-
-
-class _Request:
-    """A request, read without believing that anything is there."""
-
-    def __init__(self, request: RecordDict) -> None:
-        self.request = request
-        found = request.get("allhands")
-        if not isinstance(found, ConfigRecord):
-            raise _Refusal("the message is none of allhands'")
-        self.config = found
-
-    def get(self, name: str, default: Any = _ABSENT) -> Any:
-        value = self.config.get(name, default)
-        if value is _ABSENT:
-            raise _Refusal(f"the message has no '{name}'")
-        return value
-
-    def text(self, name: str) -> str:
-        value = self.get(name)
-        if not isinstance(value, str):
-            raise _Refusal(f"the message's '{name}' is no text")
-        return value
-
-    def number(self, name: str, default: Any = _ABSENT) -> Any:
-        """A whole number, or `default` where there is none."""
-        value = self.get(name, default)
-        if value is not default and (not isinstance(value, int) or isinstance(value, bool)):
-            raise _Refusal(f"the message's '{name}' is no whole number")
-        return value
-
-    def arrays(self, name: str) -> Any:
-        """A record of arrays."""
-        found = self.request.array_records.get(name)
-        if found is None:
-            raise _Refusal(f"the message has no arrays '{name}'")
-        return found
-
-
-def _last_line(error: BaseException) -> str:
-    return "".join(traceback.format_exception_only(error)).strip().splitlines()[-1][:500]
