@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-from allhands.checks import check_whole
+from allhands.checks import check_choice, check_whole
 from allhands.comm.compress import merged_old
 from allhands.errors import UserError, did_you_mean
 from allhands.federated.algorithms import ALGORITHMS, Algorithm
@@ -62,8 +62,7 @@ class FederatedSettings:
                 f"local_layers={local_layers!r}; it must be a list of names: write "
                 f"[{local_layers!r}]"
             )
-        if on_bad_update not in ("stop", "skip"):
-            raise UserError(f"on_bad_update={on_bad_update!r}; it must be 'stop' or 'skip'")
+        check_choice("on_bad_update", on_bad_update, ("stop", "skip"))
         how = executor.get("name") if isinstance(executor, dict) else executor
         if devices_per_client > 1 and how not in ("auto", "serial"):
             raise UserError(

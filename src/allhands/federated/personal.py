@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from allhands.errors import UserError, did_you_mean
-from allhands.federated.algorithms.base import OWN_LAYERS, Server, Trained
+from allhands.federated.algorithms.base import OWN_LAYERS, Algorithm, Server, Trained
 from allhands.federated.client_states import ClientStates
 from allhands.federated.clients import Clients
 from allhands.federated.executors.base import ExecutorContext
@@ -71,6 +71,35 @@ def own_numbers(
         if _within(place.name, found)
     ]
     return torch.cat(places) if places else None
+
+
+def own_layers(
+    patterns: Sequence[str], model: nn.Module, server: Server, algorithm: Algorithm
+) -> torch.Tensor | None:
+    """`own_numbers` on the server's device.
+
+    Raises:
+        UserError: nothing is left to share, or the algorithm cannot average the model's buffers.
+    """
+    layout = server.layout
+    own = own_numbers(patterns, model, layout)
+    kept = torch.zeros(layout.length, dtype=torch.bool)
+    kept[own if own is not None else []] = True
+    if algorithm.shares and all(kept[place.start] for place in layout.parameters):
+        raise UserError(
+            "local_layers name every weight that is trained, so that nothing is shared; write "
+            "algorithm='local_only'"
+        )
+    shared = [place.name for place in layout.buffers if not kept[place.start]]
+    if algorithm.shares and not algorithm.average_buffers and shared:
+        raise UserError(
+            f"the model has buffers that training changes, such as '{shared[0]}' (BatchNorm's "
+            f"statistics?), and algorithm={algorithm.name!r} says nothing about their mean; "
+            "use GroupNorm, or keep these layers with the clients (algorithm='fedbn', "
+            "local_layers=[…]), or set the algorithm's average_buffers=True for their mean by "
+            "samples"
+        )
+    return None if own is None else own.to(server.device)
 
 
 def keep_own(trained: Trained, server: Server) -> None:

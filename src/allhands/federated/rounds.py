@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from allhands.checks import check_choice
 from allhands.comm import calls
 from allhands.data import derive_seed
 from allhands.errors import AllhandsError, UserError
@@ -25,7 +26,7 @@ from allhands.federated.client_states import ClientStates
 from allhands.federated.clients import Clients
 from allhands.federated.executors.base import CohortMember, Executor, ExecutorContext
 from allhands.federated.failures import Failures
-from allhands.federated.personal import evaluate_clients, keep_own, own_numbers
+from allhands.federated.personal import evaluate_clients, keep_own, own_layers
 from allhands.federated.privacy import Privacy
 from allhands.federated.sums import Sums
 from allhands.federated.systems import NOTED, Systems
@@ -108,8 +109,7 @@ class Rounds:
         self._evaluate, self.evaluate_every = evaluate, evaluate_every
         self.algorithm: Algorithm = work.algorithm
         self.clients = work.clients
-        if on_bad_update not in ("stop", "skip"):
-            raise UserError(f"on_bad_update={on_bad_update!r}; it must be 'stop' or 'skip'")
+        check_choice("on_bad_update", on_bad_update, ("stop", "skip"))
         if per_round > len(work.clients):
             raise UserError(
                 f"per_round={per_round} of {len(work.clients)} clients; write at most "
@@ -125,12 +125,11 @@ class Rounds:
         self.team = team if team is not None else Team.of(world, 1)
         self.failures = Failures(world, on_client_failure, client_retries, self.team)
         self.costs, self.queue = Costs(), Queue(world)
-        server.local, server.world, server.num_samples = (
-            work.local,
-            world,
-            len(work.clients.indices),
+        server.local, server.world = work.local, world
+        server.num_samples = len(work.clients.indices)
+        server.own = own_layers(
+            [*self.algorithm.keeps(work.model), *local_layers], work.model, server, self.algorithm
         )
-        server.own = self._own([*self.algorithm.keeps(work.model), *local_layers])
         self.algorithm.check(server, per_round)
         self.algorithm.begin(server)
         self.privacy = privacy
@@ -160,43 +159,13 @@ class Rounds:
         #: seconds of each.
         self.last: dict[str, list[float]] = {}
         self.states = ClientStates(lengths, server.layout.dtype, server.device, world)
-        self.history: History = {
-            "round": [],
-            "seconds": [],
-            "cohort": [],
-            "train": {"loss": []},
-            "skipped": [],
-            "failed": [],
-            "retried": [],
-            "unchanged": [],
-            "bytes_up": [],
-            "bytes_down": [],
-            **({"epsilon": []} if privacy is not None else {}),
-            **({name: [] for name in NOTED} if systems is not None else {}),
-        }
-
-    def _own(self, names: Sequence[str]) -> torch.Tensor | None:
-        """Places of the numbers that clients keep as their own; refuses a model whose buffers the
-        algorithm cannot average."""
-        layout, algorithm = self.server.layout, self.algorithm
-        own = own_numbers(names, self.work.model, layout)
-        kept = torch.zeros(layout.length, dtype=torch.bool)
-        kept[own if own is not None else []] = True
-        if algorithm.shares and all(kept[place.start] for place in layout.parameters):
-            raise UserError(
-                "local_layers name every weight that is trained, so that nothing is shared; write "
-                "algorithm='local_only'"
-            )
-        shared = [place.name for place in layout.buffers if not kept[place.start]]
-        if algorithm.shares and not algorithm.average_buffers and shared:
-            raise UserError(
-                f"the model has buffers that training changes, such as '{shared[0]}' (BatchNorm's "
-                f"statistics?), and algorithm={algorithm.name!r} says nothing about their mean; "
-                "use GroupNorm, or keep these layers with the clients (algorithm='fedbn', "
-                "local_layers=[…]), or set the algorithm's average_buffers=True for their mean by "
-                "samples"
-            )
-        return None if own is None else own.to(self.server.device)
+        noted = [
+            *("round", "seconds", "cohort", "skipped", "failed", "retried", "unchanged"),
+            *("bytes_up", "bytes_down"),
+            *(["epsilon"] if privacy is not None else []),
+            *(NOTED if systems is not None else []),
+        ]
+        self.history: History = {"train": {"loss": []}, **{name: [] for name in noted}}
 
     # ------------------------------------------------------------------ the stages
 

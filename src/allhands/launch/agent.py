@@ -26,7 +26,7 @@ from allhands.errors import UserError
 from allhands.launch import processes, worker
 from allhands.launch.child import Child
 from allhands.launch.lines import LineCutter
-from allhands.launch.protocol import CHUNK, text_of, write_all
+from allhands.launch.protocol import CHUNK, write_all
 from allhands.launch.python import as_python
 from allhands.launch.reach import reach
 from allhands.launch.setup import set_up
@@ -81,13 +81,11 @@ class Agent:
         self.untold: list[int] = []  # of those, the ones that are still to be looked at
         # for a call that may come or not; what happens meanwhile is no affair of that call
         self.waits = False
-        self.to_pass: list[
-            tuple[int, float]
-        ] = []  # signals for the workers, and when the launcher said so
+        # Signals for the workers, and when the launcher said so.
+        self.to_pass: list[tuple[int, float]] = []
         self.task: dict[str, Any] | None = None
-        self.scratch: list[
-            str
-        ] = []  # folders to remove in the end; in shared memory they would cost memory for ever
+        # Folders to remove in the end; in shared memory they would cost memory for ever.
+        self.scratch: list[str] = []
 
     def send(self, **event: Any) -> None:
         """Tell the launcher; when it is gone there is nobody to tell."""
@@ -136,9 +134,8 @@ class Agent:
         return any(waits) or self._is_round_over()
 
     def _is_round_over(self) -> bool:
-        return (
-            self.running and not self.hold and all(child.gone for child in self.children.values())
-        )
+        gone = all(child.gone for child in self.children.values())
+        return self.running and not self.hold and gone
 
     # What the launcher asks for
 
@@ -282,51 +279,10 @@ class Agent:
 
     def _read_child(self, child: Child, fd: int) -> bool:
         """Read once from a worker's pipe; False when there is nothing more."""
-        cutter = child.fds.get(fd)
-        if cutter is None:
-            return False
-        if not child.begun and isinstance(cutter, LineCutter):
-            # That it has begun is told before anything that it prints, so that who reads that may
-            # send it a signal.
-            reports = next(
-                (
-                    other
-                    for other, number in child.names.items()
-                    if number == 3 and other in child.fds
-                ),
-                None,
-            )
-            if reports is not None:
-                self._read_child(child, reports)
-        try:
-            data = os.read(fd, CHUNK)
-        except BlockingIOError:
-            return False
-        except OSError:
-            data = b""
-        if isinstance(cutter, LineCutter):
-            lines = cutter.feed(data) if data else cutter.flush()
-            if lines:
-                self.send(event="out", rank=child.rank, fd=child.names[fd], text=text_of(lines))
-        else:
-            for message in cutter.feed(data):
-                self._hear(child, message)
-        if not data:
+        data = child.read(fd, self.send)
+        if data == b"":
             self._close(child, fd)
         return bool(data)
-
-    def _hear(self, child: Child, message: dict[str, Any]) -> None:
-        child.last_beat = time.monotonic()
-        if "beat" in message:
-            return
-        if "begun" in message:
-            child.begun = True
-            self.send(event="begun", rank=child.rank)
-            return
-        age = time.monotonic() - message.pop("at", time.monotonic())
-        for event in ("raised", "leaving", "returned", "message", "loaded"):
-            if event in message:
-                self.send(event=event, rank=child.rank, value=message[event], age=age)
 
     def _close(self, child: Child, fd: int) -> None:
         self.selector.unregister(fd)
@@ -384,10 +340,8 @@ class Agent:
         run yet."""
         while self.untold:
             number = self.untold.pop(0)
-            all_run = self.running and all(
-                child.begun or child.exited for child in self.children.values()
-            )
-            if not all_run and not self.waits:
+            begun = all(child.begun or child.exited for child in self.children.values())
+            if not (self.running and begun) and not self.waits:
                 self.send(event="asked", number=number)
 
     # Time passes
@@ -429,7 +383,7 @@ class Agent:
                     while self._read_child(child, fd):
                         pass
                     if fd in child.fds:
-                        self._flush(child, fd)
+                        child.flush(fd, self.send)
                         self._close(child, fd)
             return
         if child.blamed or child.kill_at is not None or now - self.last_tick < TICK:
@@ -439,12 +393,6 @@ class Agent:
             child.blamed = True
             seconds, state = silent
             self.send(event="silent", rank=child.rank, seconds=seconds, state=state, age=seconds)
-
-    def _flush(self, child: Child, fd: int) -> None:
-        cutter = child.fds[fd]
-        lines = cutter.flush() if isinstance(cutter, LineCutter) else b""
-        if lines:
-            self.send(event="out", rank=child.rank, fd=child.names[fd], text=text_of(lines))
 
     def _finish_round(self) -> None:
         # Descendants that left their group were adopted by this process when their parents ended.

@@ -7,9 +7,12 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Callable
+from typing import Any
 
 from allhands.launch import processes
 from allhands.launch.lines import LineCutter
+from allhands.launch.protocol import CHUNK, text_of
 from allhands.wire import LineReader
 
 # Seconds a worker may be in the stopped state before that counts as a failure.
@@ -25,7 +28,7 @@ class Child:
         self.pid = 0
         self.beats = beats
         self.fds: dict[int, LineCutter | LineReader] = {}
-        self.names: dict[int, int] = {}  # reading end -> 1 (stdout) or 2 (stderr)
+        self.names: dict[int, int] = {}  # reading end -> 1 (stdout), 2 (stderr) or 3 (reports)
         self.last_beat = time.monotonic()
         self.stopped_since: float | None = None
         self.blamed = False
@@ -35,6 +38,59 @@ class Child:
         self.exited = False
         self.gone = False
         self.kill_at: float | None = None
+
+    def read(self, fd: int, send: Callable[..., None]) -> bytes | None:
+        """Read once from one of its pipes, and tell the launcher.
+
+        Args:
+            fd: the reading end.
+            send: tells an event.
+
+        Returns:
+            What was read, b"" at the end; None when there is nothing now, or the pipe is closed.
+        """
+        cutter = self.fds.get(fd)
+        if cutter is None:
+            return None
+        if not self.begun and isinstance(cutter, LineCutter):
+            # That it has begun is told before anything that it prints, so that who reads that may
+            # send it a signal.
+            for other in [other for other in self.fds if self.names[other] == 3]:
+                self.read(other, send)
+        try:
+            data = os.read(fd, CHUNK)
+        except BlockingIOError:
+            return None
+        except OSError:
+            data = b""
+        if isinstance(cutter, LineCutter):
+            self._print(fd, cutter.feed(data) if data else cutter.flush(), send)
+        else:
+            for message in cutter.feed(data):
+                self._hear(message, send)
+        return data
+
+    def flush(self, fd: int, send: Callable[..., None]) -> None:
+        """Tell the launcher of a last line without an end."""
+        cutter = self.fds[fd]
+        self._print(fd, cutter.flush() if isinstance(cutter, LineCutter) else b"", send)
+
+    def _print(self, fd: int, lines: bytes, send: Callable[..., None]) -> None:
+        if lines:
+            send(event="out", rank=self.rank, fd=self.names[fd], text=text_of(lines))
+
+    def _hear(self, message: dict[str, Any], send: Callable[..., None]) -> None:
+        self.last_beat = time.monotonic()
+        if "beat" in message:
+            return
+        if "begun" in message:
+            self.begun = True
+            send(event="begun", rank=self.rank)
+            return
+        age = time.monotonic() - message.pop("at", time.monotonic())
+        for event in ("raised", "leaving", "returned", "message", "loaded"):
+            if event in message:
+                send(event=event, rank=self.rank, value=message[event], age=age)
 
     def signal(self, number: int) -> None:
         """Signal the worker itself, not what it has started."""

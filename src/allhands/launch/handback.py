@@ -13,25 +13,27 @@ one got is written by it.
 from __future__ import annotations
 
 import collections
-import functools
 import io
 import os
-import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from allhands.launch import ship
-from allhands.launch.optimizer_state import whole_state
-from allhands.launch.unpicklable import global_names
+from allhands.launch.object_states import (
+    MISSING,
+    NUMBERS,
+    ObjectParts,
+    belongings,
+    content_of,
+    hashable,
+    states_of,
+    type_name,
+)
 
-_NUMBERS = (type(None), bool, int, float, complex, str, bytes)
-_CONTAINERS = (dict, list, set, bytearray, collections.deque)
 # They cannot change: they travel whole, and what they hold is referred to.
-_VALUES = (*_NUMBERS, tuple, frozenset, range, slice)
-# What a module is made of whose class pickles in a way of its own.
-_PARTS_OF_MODULE = ("_parameters", "_buffers", "_modules", "training")
+_VALUES = (*NUMBERS, tuple, frozenset, range, slice)
 
 
 #: Ends the name of the file, which begins as that of the worker's result.
@@ -83,16 +85,6 @@ def _tensors_of(model: Any) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------- in the worker
-
-
-@dataclass
-class _ObjectState:
-    """What one object has: `parts` by key. `whole`: it has no others."""
-
-    kind: str
-    parts: list[tuple[Any, Any]]
-    about: Any = None
-    whole: bool = True
 
 
 class _CannotPickle(Exception):
@@ -156,7 +148,7 @@ class _Writer:
             return number
 
         pickler = ship.pickler(body, blobs, refer, self._offset)
-        self._dump(pickler, None, _ObjectState("root", list(roots.items())), "")
+        self._dump(pickler, None, ObjectParts("root", list(roots.items())), "")
         done = 0
         while done < len(reached):
             value, owner = reached[done]
@@ -165,9 +157,9 @@ class _Writer:
                 continue
             owner = _owner(value, owner)
             by_value = self._is_by_value(value)
-            for other in _met(value, by_value):
+            for other in belongings(value, by_value):
                 refer(other)
-            for state in _states(value, by_value):
+            for state in states_of(value, by_value):
                 self._dump(pickler, value, state, owner)
         return body, blobs
 
@@ -185,13 +177,13 @@ class _Writer:
             )
         )
 
-    def _dump(self, pickler: Any, value: Any, state: _ObjectState, owner: str) -> None:
+    def _dump(self, pickler: Any, value: Any, state: ObjectParts, owner: str) -> None:
         number = self.numbers.get(id(value), -1)
-        kept = [key for key, _ in state.parts if (number, state.kind, _hashable(key)) in self.kept]
+        kept = [key for key, _ in state.parts if (number, state.kind, hashable(key)) in self.kept]
         parts = [
             (key, item)
             for key, item in state.parts
-            if (number, state.kind, _hashable(key)) not in self.kept
+            if (number, state.kind, hashable(key)) not in self.kept
         ]
         try:
             pickler.dump((state.kind, value, state.about, state.whole, parts, kept))
@@ -200,9 +192,9 @@ class _Writer:
                 why = self._trial(item)
                 if why is not None:
                     text = (
-                        f"{owner or 'the'} {_part(state.kind, key)}, {_kind_of(item)}: {why}"
+                        f"{owner or 'the'} {_part(state.kind, key)}, {type_name(item)}: {why}"
                     ).strip()
-                    raise _CannotPickle((number, state.kind, _hashable(key)), text) from error
+                    raise _CannotPickle((number, state.kind, hashable(key)), text) from error
             raise
 
     def _trial(self, item: Any) -> str | None:
@@ -222,123 +214,6 @@ class _Writer:
         return offset if offset is not None and self.unchanged[offset] else None
 
 
-def _states(value: Any, by_value: bool) -> Iterator[_ObjectState]:
-    """What can change about one object, by the way in which it is put back."""
-    torch = sys.modules["torch"]
-    if isinstance(value, type):
-        if by_value:
-            yield _ObjectState(
-                "class",
-                [(name, item) for name, item in vars(value).items() if _is_data(name, item)],
-            )
-    elif isinstance(value, types.FunctionType):
-        if by_value:
-            names = dict.fromkeys(
-                name for name in global_names(value.__code__) if name in value.__globals__
-            )
-            yield _ObjectState("names", [(name, value.__globals__[name]) for name in names])
-            yield _ObjectState("closure", list(_closure(value).items()))
-            yield _ObjectState("attributes", list(vars(value).items()))
-    elif isinstance(value, torch.Tensor):
-        if not value.is_meta:
-            yield _ObjectState("tensor", [("values", value.detach())], value.requires_grad)
-    elif isinstance(value, sys.modules["numpy"].ndarray if "numpy" in sys.modules else ()):
-        yield _ObjectState("array", [("values", value.view())])
-    elif not isinstance(value, types.ModuleType):
-        yield from _states_of_instance(value, torch)
-
-
-def _states_of_instance(value: Any, torch: Any) -> Iterator[_ObjectState]:
-    kind: Any = type(value)
-    plain: Any = object
-    if isinstance(value, dict):
-        yield _ObjectState("dict", list(value.items()))
-    elif isinstance(value, (list, collections.deque, bytearray)):
-        yield _ObjectState("list", [("items", list(value))])
-    elif isinstance(value, set):
-        yield _ObjectState("set", [("items", list(value))])
-    own_reduce = (
-        kind.__reduce_ex__ is not plain.__reduce_ex__ or kind.__reduce__ is not plain.__reduce__
-    )
-    if isinstance(value, torch.nn.Module) and own_reduce:
-        yield _ObjectState(
-            "attributes",
-            [(name, vars(value)[name]) for name in _PARTS_OF_MODULE],
-            kind,
-            whole=False,
-        )
-    elif (whole := whole_state(value)) is not None:
-        # The caller's own schedule wraps its `step`.
-        whole.pop("step", None)
-        yield _ObjectState("attributes", list(whole.items()), kind, whole=False)
-    elif own_reduce and not isinstance(value, dict):
-        return
-    elif kind.__getstate__ is not plain.__getstate__:
-        try:
-            state = value.__getstate__()
-        except Exception:  # as that of parametrized modules
-            state = dict(getattr(value, "__dict__", {}))
-        if isinstance(state, dict):
-            yield _ObjectState("attributes", list(state.items()), kind, whole=False)
-    else:
-        slots: dict[str, Any] = {}
-        state = plain.__getstate__(value)
-        if isinstance(state, tuple):
-            state, slots = state
-        if state or (hasattr(value, "__dict__") and not isinstance(value, _CONTAINERS)):
-            yield _ObjectState("attributes", list((state or {}).items()), kind)
-        if slots:
-            yield _ObjectState("slots", list(slots.items()), kind, whole=False)
-
-
-_MISSING = object()
-
-
-def _closure(function: types.FunctionType) -> dict[str, Any]:
-    """What a function uses of the function around it, by name; without names that have no value."""
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    return {name: value for name, cell in cells if (value := _content(cell)) is not _MISSING}
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return _MISSING
-
-
-def _met(value: Any, by_value: bool) -> Iterator[Any]:
-    """Other objects that belong to a function or a class, and whose state may have changed by
-    it."""
-    if isinstance(value, types.MethodType):
-        yield from (value.__self__, value.__func__)
-    elif isinstance(value, functools.partial):
-        yield from (value.func, *value.args, *value.keywords.values())
-    elif isinstance(value, types.FunctionType) and by_value:
-        yield from (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-    elif isinstance(value, type) and by_value:
-        yield from value.__mro__[1:]
-        for item in vars(value).values():
-            if isinstance(item, property):
-                yield from (item.fget, item.fset)
-            yield item.__func__ if isinstance(item, (staticmethod, classmethod)) else item
-    elif not isinstance(value, (type, types.FunctionType, types.ModuleType)):
-        yield type(value)
-
-
-def _is_data(name: str, item: Any) -> bool:
-    return not (
-        name.startswith("__")
-        or name.startswith("_abc_")
-        or isinstance(item, type)
-        or hasattr(item, "__get__")
-    )
-
-
-def _hashable(key: Any) -> Any:
-    return key if isinstance(key, _NUMBERS) else id(key)
-
-
 def _owner(value: Any, owner: str) -> str:
     if isinstance(value, (types.FunctionType, dict, list, set, collections.deque)):
         return owner
@@ -347,13 +222,6 @@ def _owner(value: Any, owner: str) -> str:
 
 def _part(kind: str, key: Any) -> str:
     return str(key) if isinstance(key, str) and kind != "dict" else f"[{key!r}]"
-
-
-def _kind_of(item: Any) -> str:
-    kind = type(item)
-    return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.").removeprefix(
-        "__main__."
-    )
 
 
 # ---------------------------------------------------------------------- in the caller
@@ -373,9 +241,9 @@ def apply(path: str, numbered: ship.Numbered) -> list[str]:
     for kind, target, about, whole, parts, kept in list(ship.load_all(path, numbered)):
         try:
             if kind != "root":
-                _PUT[kind](target, about, whole, parts, set(map(_hashable, kept)))
+                _PUT[kind](target, about, whole, parts, set(map(hashable, kept)))
         except Exception as error:
-            lost.append(f"{_kind_of(target)}: {error}")
+            lost.append(f"{type_name(target)}: {error}")
     return lost
 
 
@@ -424,7 +292,7 @@ def _put_dict(target: Any, _about: Any, _whole: bool, parts: list[Any], kept: se
         return
     base: Any = collections.OrderedDict if isinstance(target, collections.OrderedDict) else dict
     base.clear(target)
-    for key, item in [*parts, *((key, item) for key, item in before if _hashable(key) in kept)]:
+    for key, item in [*parts, *((key, item) for key, item in before if hashable(key) in kept)]:
         base.__setitem__(target, key, item)
 
 
@@ -447,7 +315,7 @@ def _put_set(target: Any, _about: Any, _whole: bool, parts: list[Any], _kept: se
 def _put_closure(target: Any, _about: Any, _whole: bool, parts: list[Any], _kept: set[Any]) -> None:
     cells = dict(zip(target.__code__.co_freevars, target.__closure__ or (), strict=True))
     for name, value in parts:
-        if not _is_same(_content(cells[name]), value):
+        if not _is_same(content_of(cells[name]), value):
             cells[name].cell_contents = value
 
 
@@ -474,7 +342,7 @@ def _put_slots(target: Any, _kind: Any, _whole: bool, parts: list[Any], _kept: s
 
 def _put_class(target: Any, _about: Any, _whole: bool, parts: list[Any], _kept: set[Any]) -> None:
     for name, value in parts:
-        if not _is_same(vars(target).get(name, _MISSING), value):
+        if not _is_same(vars(target).get(name, MISSING), value):
             setattr(target, name, value)
 
 
@@ -484,13 +352,13 @@ def _put_globals(target: Any, _about: Any, _whole: bool, parts: list[Any], _kept
 
 def _put_names(names: dict[str, Any], parts: Sequence[tuple[str, Any]]) -> None:
     for name, value in parts:
-        if not _is_same(names.get(name, _MISSING), value):
+        if not _is_same(names.get(name, MISSING), value):
             names[name] = value
 
 
 def _is_same(before: Any, now: Any) -> bool:
     return before is now or (
-        type(before) is type(now) and isinstance(now, _NUMBERS) and before == now
+        type(before) is type(now) and isinstance(now, NUMBERS) and before == now
     )
 
 

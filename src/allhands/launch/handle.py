@@ -65,6 +65,24 @@ class AgentHandle:
         it looks after."""
         self.process.kill()
 
+    def long_silence(self, now: float, heartbeat_timeout: float, host_timeout: float) -> str | None:
+        """What there is to say of its silence, where that is too long; else None.
+
+        Args:
+            now: `time.monotonic()`.
+            heartbeat_timeout: seconds for an agent of this host; 0 waits for ever.
+            host_timeout: seconds for one of another host.
+        """
+        silent, longest, what = now - self.heard_at, host_timeout, f"host {self.host}"
+        if self.local:
+            longest = heartbeat_timeout + 1 if heartbeat_timeout else float("inf")
+            what = "the agent process"
+        else:
+            what += " (its network or the machine is down, or it was suspended)"
+        if self.idle or self.lost or silent <= longest:
+            return None
+        return f"no word from {what} for {silent:.0f} s"
+
     def why_gone(self) -> str:
         """Why nothing more comes from it, as far as that is known."""
         if self.local:

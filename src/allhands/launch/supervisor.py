@@ -3,6 +3,7 @@ rest, tells why."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import signal
@@ -58,11 +59,8 @@ class Supervisor:
         self.asks_first = asks_first
         self.agents: list[AgentHandle] = []
         self.output = output
-        self.grace, self.heartbeat_timeout, self.host_timeout = (
-            grace,
-            heartbeat_timeout,
-            host_timeout,
-        )
+        self.grace = grace
+        self.heartbeat_timeout, self.host_timeout = heartbeat_timeout, host_timeout
         self.on_message, self.on_loaded, self.on_tick = on_message, on_loaded, on_tick
         self.recovery = recovery or Recovery()
         self.workers: dict[int, Worker] = {}
@@ -234,11 +232,8 @@ class Supervisor:
         being stopped, is kept (`kept`). Before they do, it ends the job: nobody has anything to
         save yet.
         """
-        can_take = (
-            self.begun
-            and self.stopping_since is None
-            and not all(agent.idle for agent in self.agents)
-        )
+        idle = all(agent.idle for agent in self.agents)
+        can_take = self.begun and self.stopping_since is None and not idle
         (self.passed if can_take else self.kept).append(number)
         self._wake_up()
 
@@ -347,10 +342,8 @@ class Supervisor:
         return self._leave_by is not None and time.monotonic() > self._leave_by
 
     def _wake_up(self) -> None:
-        try:
+        with contextlib.suppress(BlockingIOError):
             os.write(self._wake_end, b"!")
-        except BlockingIOError:
-            pass
 
     def _ask_to_stop(self) -> None:
         """After Ctrl-C, let the workers hand back what they have; a second one ends them at
@@ -399,18 +392,9 @@ class Supervisor:
                 if not agent.local and not agent.lost:
                     agent.send(op="ping")
         for agent in self.agents:
-            silent = now - agent.heard_at
-            longest = self.host_timeout
-            if agent.local:
-                longest = self.heartbeat_timeout + 1 if self.heartbeat_timeout else float("inf")
-            if not agent.idle and not agent.lost and silent > longest:
-                what = "the agent process"
-                if not agent.local:
-                    what = (
-                        f"host {agent.host} (its network or the machine is down, or it was "
-                        "suspended)"
-                    )
-                self._lose(agent, f"no word from {what} for {silent:.0f} s")
+            silence = agent.long_silence(now, self.heartbeat_timeout, self.host_timeout)
+            if silence is not None:
+                self._lose(agent, silence)
                 agent.kill()
 
     def _lose(self, agent: AgentHandle, why: str) -> None:
@@ -420,15 +404,8 @@ class Supervisor:
             agent.lost = agent.idle = True
             self._selector.unregister(agent.events)
             for rank in agent.ranks:
-                worker = self.workers[rank]
                 self._note_begun(rank)
-                if worker.exit is None:
-                    worker.lost, worker.lost_at = why, time.monotonic()
-                    if agent.local and worker.pid:
-                        try:
-                            os.killpg(worker.pid, signal.SIGKILL)
-                        except (ProcessLookupError, PermissionError):
-                            pass
+                self.workers[rank].lose(why, agent.local)
 
     def _hear(self, agent: AgentHandle, event: dict[str, Any]) -> None:
         kind = event["event"]
@@ -458,8 +435,6 @@ class Supervisor:
     def _hear_worker(self, worker: Worker, kind: str, event: dict[str, Any], at: float) -> None:
         if kind == "out":
             self.output.write(worker.rank, event["fd"], bytes_of(event["text"]))
-        elif kind == "started":
-            worker.pid = event["pid"]
         elif kind == "begun":
             self._note_begun(worker.rank)
         elif kind == "message":
@@ -469,15 +444,7 @@ class Supervisor:
             self._not_loaded.discard(worker.rank)
             if not self._not_loaded and self.on_loaded is not None:
                 self.on_loaded()
-        elif kind == "returned":
-            worker.returned = event["value"]
-        elif kind == "raised":
-            worker.raised, worker.raised_at = event["value"], at
-        elif kind == "leaving":
-            worker.leaving, worker.leaving_at = event["value"], at
-        elif kind == "silent":
-            worker.silent, worker.silent_at = event, at
-        elif kind == "exit":
-            worker.exit = {name: event[name] for name in ("code", "signal") if name in event}
-            worker.exit_at, worker.own_end = at, event["own"]
-            self._note_begun(worker.rank)
+        else:
+            worker.note(kind, event, at)
+            if kind == "exit":
+                self._note_begun(worker.rank)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +62,31 @@ class Worker:
     def name(self) -> str:
         """`rank 3`, or `server 0`."""
         return f"server {-self.rank - 1}" if self.is_server else f"rank {self.rank}"
+
+    def note(self, kind: str, event: Mapping[str, Any], at: float) -> None:
+        """Take in what the agent has reported of it, which happened at that time."""
+        if kind == "started":
+            self.pid = event["pid"]
+        elif kind == "returned":
+            self.returned = event["value"]
+        elif kind == "raised":
+            self.raised, self.raised_at = event["value"], at
+        elif kind == "leaving":
+            self.leaving, self.leaving_at = event["value"], at
+        elif kind == "silent":
+            self.silent, self.silent_at = dict(event), at
+        elif kind == "exit":
+            self.exit = {name: event[name] for name in ("code", "signal") if name in event}
+            self.exit_at, self.own_end = at, event["own"]
+
+    def lose(self, why: str, here: bool) -> None:
+        """Nothing more can be heard of it. What it has started is ended, where it runs here."""
+        if self.exit is not None:
+            return
+        self.lost, self.lost_at = why, time.monotonic()
+        if here and self.pid:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     def stopped_after(self) -> int | None:
         """The signal after which it stopped on request; None otherwise.

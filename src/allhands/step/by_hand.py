@@ -6,6 +6,7 @@ import torch
 
 from allhands.step.loss import NonFiniteLossError
 from allhands.step.optimizer_step import OptimizerStep
+from allhands.step.step_failures import spoil, stop_together
 
 
 class StepByHand(OptimizerStep):
@@ -62,10 +63,10 @@ class StepByHand(OptimizerStep):
             self._is_finite(self._sum, self._count)
         if self.several:
             if self._failed is not None:
-                self._spoil(float("nan"))
+                spoil(self.parameters, float("nan"))
             self.exchange.complete(True, self._failed is not None)
             if self.world.device.type == "cpu":
-                self._stop_together(self._failed)
+                stop_together(self._failed, self.parameters, self.world)
         if self._items:
             self._divide(1.0)
         self._update()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -10,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from allhands.comm import all_gather_text, all_reduce_sum, calls
-from allhands.errors import UserError
+from allhands.comm import all_reduce_sum
 from allhands.step.counted import as_count, scale_gradients, split_pair
 from allhands.step.exchange import Exchange, Forward, Passes, Placement
 from allhands.step.loss import Criterion, LossRule, NonFiniteLossError
@@ -19,6 +17,7 @@ from allhands.step.mean_check import leaves_of, map_known
 from allhands.step.modes import evaluation_mode
 from allhands.step.over_batch import WholeBatch
 from allhands.step.precision import Precision
+from allhands.step.step_failures import explain, raise_on_all, spoil, stop_together
 from allhands.step.update import update_function
 from allhands.world import World
 
@@ -69,15 +68,10 @@ class OptimizerStep:
                 self.parameters.append(parameter)
             else:  # frozen since its last step, whose gradient must not be applied again
                 parameter.grad = None
-        self.optimizer = optimizer
-        self.rule = rule
-        self.exchange = exchange
-        self.world = world
-        self.precision = precision
-        self.forward = forward
-        self.observe = observe
-        self.target_of = target_of
-        self.clip_norm = clip_norm
+        self.optimizer, self.clip_norm = optimizer, clip_norm
+        self.rule, self.precision = rule, precision
+        self.exchange, self.world = exchange, world
+        self.forward, self.observe, self.target_of = forward, observe, target_of
         self.scale = exchange.gradient_scale
         self.several = world.world_size > 1
         self.after_backward, self.alone = exchange.after_backward, exchange.alone
@@ -133,11 +127,8 @@ class OptimizerStep:
             weights = [self._weight(self.scale if count else 0.0) for count in counts]
             factors, counted = [1.0] * len(batches), counts
         else:
-            weights, factors, counted = (
-                [self._weight(self.scale * count / total) for count in counts],
-                counts,
-                counts,
-            )
+            weights = [self._weight(self.scale * count / total) for count in counts]
+            factors = counted = counts
         if self.open:
             self._divided = self.several_shares or len(batches) > 1
             self._pair_weight, self._items = self._weight(self.scale / max(total, 1)), 0.0
@@ -145,11 +136,8 @@ class OptimizerStep:
         try:
             if self.whole is not None:
                 idle = True  # no gradient is exchanged before all of them are there
-                self._over_batch(
-                    batches,
-                    counts,
-                    self.scale * whole / max(total, 1) if self.alone else self.scale,
-                )
+                weight = self.scale * whole / max(total, 1) if self.alone else self.scale
+                self._over_batch(batches, counts, weight)
             elif self.passes is not None:
                 self._driven(self.passes, batches, counts, weights, factors, counted)
             else:
@@ -159,7 +147,7 @@ class OptimizerStep:
                 raise
             failed = error
             if not self.after_backward:
-                self._spoil(float("nan") if idle else None)
+                spoil(self.parameters, float("nan") if idle else None)
         if self.alone and self.rule.counts_targets:
             own = float(counted.sum()) if batches else 0.0
         if self.after_backward:
@@ -170,7 +158,7 @@ class OptimizerStep:
         if self.several:
             self.exchange.complete(idle, failed is not None)
         if self.several and self.world.device.type == "cpu":
-            self._stop_together(failed)
+            stop_together(failed, self.parameters, self.world)
         if self.before_first_update is not None:
             self._look_once(counts)
         if self.open:
@@ -217,7 +205,7 @@ class OptimizerStep:
                 ):
                     output, target = self.forward(batch)
             except (ValueError, RuntimeError) as error:
-                self._explain(error)
+                explain(error, self.exchange, self.world)
                 raise
             outputs.append([leaf for leaf in leaves_of(output) if leaf.requires_grad])
             if count:
@@ -264,12 +252,8 @@ class OptimizerStep:
         output is."""
 
         def loss_of(number: int, output: Any, target: Any) -> torch.Tensor:
-            loss, weight, factor, count = (
-                self._loss(output, target),
-                weights[number],
-                factors[number],
-                counted[number],
-            )
+            loss, weight = self._loss(output, target), weights[number]
+            factor, count = factors[number], counted[number]
             if self.pairs:
                 loss, weight, factor, count = self._pair(loss)
             self._observe(output, target, loss, factor, count)
@@ -282,7 +266,7 @@ class OptimizerStep:
                     batches, counts, self.forward, loss_of, self.precision.autocast
                 )
         except (ValueError, RuntimeError) as error:
-            self._explain(error)
+            explain(error, self.exchange, self.world)
             raise
 
     def _micro_batch(self, batch: Any, weight: torch.Tensor, factor: float, count: Any) -> None:
@@ -291,7 +275,7 @@ class OptimizerStep:
                 output, target = self.forward(batch)
                 loss = self._loss(output, target)
         except (ValueError, RuntimeError) as error:
-            self._explain(error)
+            explain(error, self.exchange, self.world)
             raise
         if self.pairs:
             loss, weight, factor, count = self._pair(loss)
@@ -309,7 +293,7 @@ class OptimizerStep:
                 else:
                     scaler.scale(loss * weight).backward()
         except RuntimeError as error:
-            self._explain(error)
+            explain(error, self.exchange, self.world)
             raise
 
     def _observe(
@@ -321,19 +305,6 @@ class OptimizerStep:
             if not (self.level and self.several):
                 raise
             self._failed = self._failed or error  # the others wait for this rank's backward pass
-
-    def _explain(self, error: Exception) -> None:
-        better = self.exchange.explain(error)
-        if better is not None:
-            raise better from error
-        if "more than 1 value per channel" not in str(error):
-            return
-        where = f" of rank {self.world.rank}" if self.world.world_size > 1 else ""
-        raise UserError(
-            f"BatchNorm cannot train on one sample, the whole batch{where} in this step. When the "
-            "last global batch is short, write drop_last=True for this loader or choose a "
-            "batch_size that leaves more; or use GroupNorm"
-        ) from error
 
     def _fill(self, batch: Any, weight: torch.Tensor) -> None:
         """Pass a batch that counts for nothing through the model, for the sake of the ranks that
@@ -392,7 +363,7 @@ class OptimizerStep:
             all_reduce_sum([flags], self.world)
             any_failed, any_missing = flags.tolist()
             if any_failed:
-                self._tell(failed)
+                raise_on_all(failed, self.world)
             missing = bool(any_missing)
         if self.open:
             self._divide(total)
@@ -403,37 +374,6 @@ class OptimizerStep:
             )
         if not updated:
             self._update()
-
-    def _spoil(self, value: float | None) -> None:
-        """Let all gradients be this number, or none; NaN tells the other ranks that this one has
-        failed."""
-        for parameter in self.parameters:
-            parameter.grad = None if value is None else torch.full_like(parameter, value)
-
-    def _stop_together(self, failed: NonFiniteLossError | None) -> None:
-        """Raise on all ranks when the loss of one was not finite, before any of them changes its
-        weights.
-
-        After the exchange all ranks hold the same gradients, so one number of them tells on all
-        ranks alike whether there is anything to ask about. (It may be an overflow under fp16, which
-        is the scaler's business.)
-        """
-        gradient = next(
-            (p.grad for p in self.parameters if p.grad is not None and p.grad.numel()), None
-        )
-        if gradient is None or math.isfinite(_one_number(gradient)):
-            return
-        self._tell(failed)
-
-    def _tell(self, failed: NonFiniteLossError | None) -> None:
-        """Raise on all ranks the error of those that have failed, if there is one."""
-        calls.note("asking whose loss is not finite")
-        said = all_gather_text("" if failed is None else str(failed), self.world)
-        if failed is not None:
-            raise failed
-        for text in said:
-            if text:
-                raise NonFiniteLossError(text)
 
     def _first_loss(self, output: Any, target: Any) -> torch.Tensor:
         """The first losses, looked at; later ones have the same form and are not."""
@@ -471,11 +411,8 @@ class OptimizerStep:
         total = torch.zeros(1, dtype=torch.float64, device=self.world.device)
         if counted is not None:
             if self.level and not all(counts):
-                counted = counted * torch.tensor(
-                    [float(count > 0) for count in counts],
-                    dtype=counted.dtype,
-                    device=counted.device,
-                )
+                has_samples = [float(count > 0) for count in counts]
+                counted = counted * counted.new_tensor(has_samples)
             total += counted.sum()
         if not self.alone:
             all_reduce_sum([total], self.world)
@@ -509,11 +446,3 @@ _nothing: AbstractContextManager[Any] = nullcontext()
 
 def _unlabelled(_: str) -> AbstractContextManager[Any]:
     return _nothing
-
-
-def _one_number(gradient: torch.Tensor) -> float:
-    """A number of a gradient of any memory format: the first one, of a sparse gradient the sum (NaN
-    when one is)."""
-    return (
-        gradient._values().sum() if gradient.is_sparse else gradient[(0,) * gradient.dim()]
-    ).item()

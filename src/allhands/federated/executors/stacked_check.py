@@ -8,9 +8,7 @@ from dataclasses import replace
 import torch
 
 from allhands.federated.algorithms.base import Server
-from allhands.federated.executors.base import (
-    ExecutorContext,
-)
+from allhands.federated.executors.base import ExecutorContext
 from allhands.federated.executors.masked import MaskedLoss
 from allhands.federated.executors.stack import Losses, Stack
 from allhands.federated.executors.trial import look, some_samples
