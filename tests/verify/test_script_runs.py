@@ -91,6 +91,43 @@ def test_two_optimizers_are_the_same_and_nothing_is_written(
     assert "not reached" not in out + err
 
 
+RUNNER = """
+g, d = net(2, 8, 6), net(6, 8, 1)
+class GAN(allhands.Runner):
+    def train_step(self, loop, batch):
+        def d_loss(batch):
+            fake = g(loop.randn(len(batch[0]), 2)).detach()
+            return F.softplus(-d(batch[0])).mean() + F.softplus(d(fake)).mean()
+        def g_loss(batch):
+            made = g(DRAW(len(batch[0]), 2))
+            return {"loss": F.softplus(-d(made)).mean(), "far": (made - batch[0]).abs().mean()}
+        loop.step(d_loss, batch, optimizer="d")
+        loop.step(g_loss, batch, optimizer="g")
+    def valid_step(self, loop, batch):
+        return F.softplus(-d(batch[0]) + torch.randn(1)).mean()
+if __name__ == "__main__":
+    GAN(device="cpu").train(
+        model={"g": g, "d": d}, loaders={"train": train, "valid": train},
+        optimizer={"g": torch.optim.Adam(g.parameters()), "d": torch.optim.Adam(d.parameters())},
+        distributed=True, workers=5, accumulate=2, num_epochs=9, evaluate_every=2, logdir="logs",
+    )
+"""
+
+
+def test_a_runner_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = MAKE + RUNNER
+    report = verified(tmp_path, code.replace("DRAW", "loop.randn"), workers=(3,))
+    assert [(row.strategy, row.workers, row.verdict) for row in report.rows] == [("ddp", 3, "same")]
+    assert report.about.startswith("8 optimizer steps distributed")
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+    report = verified(tmp_path, code.replace("DRAW", "torch.randn"))
+    (row,) = report.rows
+    assert row.verdict == "DIFFERS"
+    (cause,) = row.causes
+    assert "random numbers: the loop calls torch.randn (train.py:20 in g_loss)," in cause
+
+
 def test_the_runners_word_for_the_strategy_and_passes_by_hand(tmp_path: Path) -> None:
     code = one(step="loop.backward(loss_of(batch)); loop.step()")
     report = verified(tmp_path, code.replace("Loop(", "Loop(distributed='ddp',"))
@@ -114,6 +151,11 @@ def test_the_optimizer_and_step_function_that_depend_on_the_rank_are_named(tmp_p
             "random numbers: the loop calls torch.randn_like (train.py:",
         ),
         (
+            one("import numpy; return F.cross_entropy(loop.model(x * numpy.random.rand()), y)"),
+            "loss",
+            "random numbers: the loop calls numpy.random.rand (train.py:",
+        ),
+        (
             one(
                 "w = torch.ones(()); dist.all_reduce(w) if dist.is_initialized() else None; "
                 "return F.cross_entropy(loop.model(x), y) * w"
@@ -132,7 +174,7 @@ def test_the_optimizer_and_step_function_that_depend_on_the_rank_are_named(tmp_p
             "dropout: with 1 off the difference disappears",
         ),
     ],
-    ids=["draw", "collective", "batchnorm", "dropout"],
+    ids=["draw", "numpy", "collective", "batchnorm", "dropout"],
 )
 def test_causes_of_a_step_function(tmp_path: Path, code: str, what: str, said: str) -> None:
     (row,) = verified(tmp_path, code, steps=2).rows
@@ -199,12 +241,18 @@ def test_another_strategy_than_the_scripts_is_compared(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "options", "error", "said"),
     [
-        ("print(1)", {}, UserError, "train.py makes no allhands.Loop, so there is no step"),
+        ("print(1)", {}, UserError, "train.py makes no allhands.Loop and trains with no"),
         (
             one().partition("for epoch")[0],
             {},
             UserError,
             "makes an allhands.Loop and takes no step",
+        ),
+        (
+            MAKE + "allhands.SupervisedRunner().train(model=net(6, 8, 3))",
+            {},
+            UserError,
+            r"trains with SupervisedRunner.*call allhands.verify\(model=…, …\)",
         ),
         (one("pass"), {}, UserError, r"loss_of returned nothing; end it with `return loss`"),
         (MAKE + "raise ValueError('no data')", {}, WorkerError, "ValueError: no data"),
@@ -214,7 +262,18 @@ def test_another_strategy_than_the_scripts_is_compared(tmp_path: Path) -> None:
         (one(), {"timeout": 0}, UserError, "timeout=0; it must be a positive number"),
         (one(), {"steps": 0}, UserError, "steps=0; it must be a whole number"),
     ],
-    ids=["no loop", "no step", "no loss", "error", "exit", "hang", "single", "timeout", "steps"],
+    ids=[
+        "no loop",
+        "no step",
+        "supervised",
+        "no loss",
+        "error",
+        "exit",
+        "hang",
+        "single",
+        "timeout",
+        "steps",
+    ],
 )
 def test_what_cannot_be_compared_is_named(
     tmp_path: Path, code: str, options: dict[str, Any], error: type[Exception], said: str

@@ -28,6 +28,15 @@ def generator_states() -> dict[str, torch.Tensor]:
     return states
 
 
+def have_drawn(before: dict[str, torch.Tensor]) -> bool:
+    """Whether one of the generators has drawn since `generator_states` gave `before`."""
+    after = generator_states()
+    return any(
+        not torch.equal(state.nan_to_num(), after[name].nan_to_num())
+        for name, state in before.items()
+    )
+
+
 def set_generator_states(states: dict[str, torch.Tensor]) -> None:
     """Continue from what `generator_states` gave."""
     torch.set_rng_state(states["torch"])

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from allhands.data import preserved_generators
 from allhands.data.trees import map_tensors
 from allhands.errors import UserError, kind_of
+from allhands.loop.generators import generator_states, have_drawn
 from allhands.loop.task import Objective
 from allhands.step import LossRule
 from allhands.step.mean_check import MeanCheck
@@ -183,15 +184,14 @@ class _Parts(MeanCheck):
         cut = max(1, rows.count // 3)
         sizes = (rows.count, cut, rows.count - cut)
         parts = (rows, _part(rows, 0, cut), _part(rows, cut, rows.count))
-        before = torch.get_rng_state()
+        before = generator_states()
         values = []
         for part in parts:
             loss = loss_in(self.function(part)[0], self.function.where)
             if isinstance(loss, tuple):
                 return ""
             values.append(float(loss.detach()))
-        drew = not torch.equal(before, torch.get_rng_state())
-        if drew or self.function.loop.has_gathered:
+        if have_drawn(before) or self.function.loop.has_gathered:
             return ""
         whole, first, second = values
         mean = (sizes[1] * first + sizes[2] * second) / sizes[0]

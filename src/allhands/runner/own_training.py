@@ -31,6 +31,8 @@ class OwnTraining(Training):
 
     loop: OwnSteps
     settings: OwnTrainSettings
+    #: Takes the steps.
+    steps_kind: type[OwnSteps] = OwnSteps
     # The epoch was begun in this process, and had a batch.
     _whole = _given = False
 
@@ -40,7 +42,7 @@ class OwnTraining(Training):
         for criterion in settings.criteria:
             criterion.to(self.world.device)
         runner.model, runner.criterion = settings.given_model, settings.criterion
-        loop = OwnSteps(
+        loop = self.steps_kind(
             settings.of_loop(),
             settings.own,
             self.world,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import os
+import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
@@ -31,9 +34,22 @@ _COLLECTIVES = (
 )
 
 
+# Of the modules numpy.random and random, whose functions draw from a generator of the process.
+_PROCESS_DRAWS = {
+    np.random: (
+        *("rand", "randn", "randint", "random", "random_sample", "normal", "uniform", "choice"),
+        *("permutation", "shuffle", "beta", "binomial", "exponential", "standard_normal"),
+    ),
+    random: (
+        *("random", "randint", "randrange", "uniform", "choice", "choices", "sample", "shuffle"),
+        *("gauss", "normalvariate", "betavariate", "expovariate"),
+    ),
+}
+
+
 class ObservedCalls(TorchFunctionMode):
-    """Notes draws from torch's global generator, and collectives, that code of the user's makes
-    between `begin` and `end`.
+    """Notes draws from the global generators of torch, numpy and random, and collectives, that code
+    of the user's makes between `begin` and `end`.
 
     To be made before the script imports its functions from torch.distributed.
 
@@ -47,7 +63,10 @@ class ObservedCalls(TorchFunctionMode):
         self.collectives: list[str] = []
         self._observes = 0
         for name in _COLLECTIVES:
-            setattr(dist, name, self._collective(name, getattr(dist, name)))
+            setattr(dist, name, self._noted(dist, name, self.collectives))
+        for module, names in _PROCESS_DRAWS.items():
+            for name in names:
+                setattr(module, name, self._noted(module, name, self.draws))
 
     def begin(self) -> None:
         """The training begins."""
@@ -91,13 +110,15 @@ class ObservedCalls(TorchFunctionMode):
             _add(self.draws, f"torch.{name}" if hasattr(torch, name) else f"Tensor.{name}")
         return func(*args, **kwargs)
 
-    def _collective(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _noted(self, module: ModuleType, name: str, calls: list[str]) -> Callable[..., Any]:
+        original = getattr(module, name)
+
         @functools.wraps(original)
         def call(*args: Any, **options: Any) -> Any:
             frame = sys._getframe(1)
             # Code of ours, and of torch's, calls these too.
             if self._observes and users_line(frame).startswith(f"{frame.f_code.co_filename}:"):
-                _add(self.collectives, f"torch.distributed.{name}")
+                _add(calls, f"{module.__name__}.{name}")
             return original(*args, **options)
 
         return call

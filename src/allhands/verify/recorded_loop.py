@@ -1,4 +1,4 @@
-"""A loop of the user's own in a run of a comparison: what it does is recorded, and what the run
+"""Steps of the user's own in a run of a comparison: what they do is recorded, and what the run
 varies is changed."""
 
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from allhands.errors import UserError
 from allhands.loop.epoch import Batch
 from allhands.loop.loop import Loop
 from allhands.loop.optimizer_group import OptimizerGroup
+from allhands.loop.own_steps import OwnSteps
 from allhands.loop.settings import Data
 from allhands.loop.step_function import Rows, loss_in, rows_of
 from allhands.loop.workers import strategy_from
@@ -50,11 +51,20 @@ class ScriptRun:
     Args:
         variation: what is different in it.
         stepped: called after every step.
-        strategy: in place of the loop's own; None keeps that.
+        strategy: in place of the script's own; None keeps that.
         strategies: those that are compared, asked whether they are exact; none for the loop's own.
         largest: number of workers.
         examines: only look at the loop that the script makes.
         reference, keep: see `Recorder`.
+
+    Attributes:
+        own, accumulate, trained: the script's own strategy, accumulation, and loaders that are
+            trained on.
+        loops: how many were made.
+        facts: what was found out about the loop.
+        calls: that the script makes.
+        trace: what was recorded.
+        complete: nothing more is wanted of the script.
     """
 
     def __init__(
@@ -71,13 +81,53 @@ class ScriptRun:
         self.variation, self.strategy = variation, strategy
         self.strategies, self.largest = strategies, largest
         self.examines, self._given, self._stepped = examines, (reference, keep), stepped
-        self.loops = 0
+        self.loops, self.accumulate = 0, 1
+        self.complete = False
+        self.trained: list[Source] = []
+        self.own: Strategy = DDP()
         self.facts: dict[str, Any] = {}
         self.calls = ObservedCalls()
         self.recorder: Recorder | None = None
         self.trace = Trace([])
 
-    def begin(self, loop: RecordedLoop) -> Recorder:
+    def adapt(self, given: dict[str, Any], data: Data, models: Mapping[str, Any]) -> None:
+        """Change what the script has given to a loop or a runner into what this run wants, in
+        place.
+
+        Args:
+            given: the arguments, by name.
+            data: among them.
+            models: among them, by name; changed in place too.
+        """
+        variation = self.variation
+        sources = data.sources(given.get("seed", 42))
+        self.trained = [source for source in sources.values() if source.trains]
+        self.accumulate = given.get("accumulate", 1)
+        given |= {"logdir": None, "resume": None, "save_every": None, "save_minutes": None}
+        given |= {"step": "eager"}
+        given.pop("strategy", None)
+        if variation.alone_for:
+            given["accumulate"] = accumulate_for(variation, self.accumulate, self.trained)
+        if variation.double:
+            given["precision"] = "fp32"
+        for model in models.values():
+            if isinstance(model, nn.Module):  # what else it is, the loop refuses
+                freeze(model, variation.frozen)
+                if variation.double:
+                    model.double()
+
+    def strategy_for(self, own: Any) -> Any:
+        """The strategy of this run, in place of the script's own."""
+        self.own = strategy_from(own) or DDP()
+        if self.examines or self.variation.alone_for:
+            return Single()
+        return self.strategy or own
+
+    def data_of(self, data: Data) -> Data:
+        """The data of this run; schedules may follow what is evaluated."""
+        return GlobalBatches(data, self.variation, self.accumulate, evaluates=True)
+
+    def begin(self, loop: RecordedSteps) -> Recorder:
         """A loop was made."""
         self.loops += 1
         if self.recorder is None:
@@ -94,7 +144,12 @@ class ScriptRun:
         self._stepped()
         assert self.recorder is not None
         if self.recorder.fewest >= self.variation.steps:
-            raise Enough(0)
+            self.leave()
+
+    def leave(self) -> NoReturn:
+        """End the script."""
+        self.complete = True
+        raise Enough(0)
 
     def end(self) -> dict[str, Any]:
         """What was recorded, as plain data."""
@@ -105,32 +160,22 @@ class ScriptRun:
         return vars(self.trace)
 
 
-class RecordedLoop(Loop):
-    """In place of `allhands.Loop` in the user's script. Nothing is written and nothing resumed."""
+class RecordedSteps(OwnSteps):
+    """In place of the steps of a user's own loop or runner. Nothing is written and nothing
+    resumed."""
 
     run: ClassVar[ScriptRun]
 
-    def __init__(self, **given: Any) -> None:
+    def record(self) -> None:
+        """The loop was made.
+
+        Raises:
+            Enough: the run only looks at the loop that the script makes.
+        """
         run = self.run
-        own = given.get("strategy") or given.pop("distributed", None)
-        given |= {"logdir": None, "resume": None, "save_every": None, "save_minutes": None}
-        given |= {"step": "eager", "strategy": run.strategy or own}
-        self._accumulate = given.get("accumulate", 1)
-        if run.examines or run.variation.alone_for:
-            given["strategy"] = Single()
-        if run.variation.alone_for:
-            given["accumulate"] = accumulate_for(run.variation, self._accumulate, _trained(given))
-        for model in (given.get("models") or {"model": given.get("model")}).values():
-            if isinstance(model, nn.Module):  # what else it is, the loop refuses
-                freeze(model, run.variation.frozen)
-                if run.variation.double:
-                    model.double()
-        if run.variation.double:
-            given["precision"] = "fp32"
-        super().__init__(**given)
         if run.examines:
-            run.facts = self._facts(own, _trained(given))
-            raise Enough(0)
+            run.facts = self._facts()
+            run.leave()
         self.recorder = run.begin(self)
         for name, group in self.groups.items():
             self.recorder.watch(group, self._label(name), self._prefix(group))
@@ -139,11 +184,6 @@ class RecordedLoop(Loop):
             watch_order(feed, run.trace.orders, run.variation.reverse)
             feed.epoch = run.calls.paused_in(feed.epoch)  # type: ignore[method-assign]
         self.stream += run.variation.stream
-
-    def data_of(self, loaders: Any, datasets: Any) -> Data:
-        data = super().data_of(loaders, datasets)
-        # Schedules may follow what is evaluated.
-        return GlobalBatches(data, self.run.variation, self._accumulate, evaluates=True)
 
     def _label(self, name: str) -> str:
         label = name if len(self.groups) > 1 else ""
@@ -156,25 +196,25 @@ class RecordedLoop(Loop):
         prefix = f"{names[0]}." if names and self.several else ""
         return prefix if self.run.loops == 1 else f"loop {self.run.loops}: {prefix}"
 
-    def _facts(self, own: Any, trained: list[Source]) -> dict[str, Any]:
-        strategy = strategy_from(own) or DDP()
+    def _facts(self) -> dict[str, Any]:
+        run = self.run
         model = self.container if self.several else self.container["model"]
         subject = subject_of(model, self.settings.precision, self.world.device.type)
         subject.calls, subject.own_batches = "the step function", not self.trained
         return {
-            "strategy": pickle.dumps(strategy),
+            "strategy": pickle.dumps(run.own),
             "exact": [
                 all(
                     one.exact_for(group.optimizer, self.settings.clip_norm)
                     for group in self.groups.values()
                 )
-                for one in self.run.strategies or [strategy]
+                for one in run.strategies or [run.own]
             ],
             "subject": vars(subject),
             "bytes": bytes_of(self.container),
             "cuts": [
-                smallest_cut(trained, shares, self._accumulate) if trained else 2
-                for shares in range(self.run.largest + 1)
+                smallest_cut(run.trained, shares, run.accumulate) if run.trained else 2
+                for shares in range(run.largest + 1)
             ],
         }
 
@@ -187,6 +227,11 @@ class RecordedLoop(Loop):
     @contextmanager
     def evaluation_state(self) -> Iterator[None]:
         with self.run.calls.paused(), super().evaluation_state():
+            yield
+
+    @contextmanager
+    def without_gradients(self) -> Iterator[None]:
+        with self.run.calls.paused(), super().without_gradients():
             yield
 
     def step(  # type: ignore[override]
@@ -216,7 +261,7 @@ class RecordedLoop(Loop):
         """End the script where the optimizer has taken enough steps, and others fewer."""
         group = self.groups[self._group_named(optimizer)]
         if self.recorder.number(group) >= self.run.variation.steps:
-            raise Enough(0)
+            self.run.leave()
 
     def _own_batch(self, own: Any) -> Batch:
         """Rows that this rank has made itself."""
@@ -275,11 +320,19 @@ class RecordedLoop(Loop):
         return numbers.double() if self.run.variation.double else numbers
 
 
-def _trained(given: Mapping[str, Any]) -> list[Source]:
-    """The loaders that are trained on."""
-    data = Data(given.get("loaders"), given.get("datasets"), optional=True)
-    sources = data.sources(given.get("seed", 42))
-    return [source for source in sources.values() if source.trains]
+class RecordedLoop(RecordedSteps, Loop):
+    """In place of `allhands.Loop` in the user's script."""
+
+    def __init__(self, **given: Any) -> None:
+        run = self.run
+        own = given.get("strategy") or given.pop("distributed", None)
+        data = Data(given.get("loaders"), given.get("datasets"), optional=True)
+        run.adapt(given, data, given.get("models") or {"model": given.get("model")})
+        super().__init__(**given, strategy=run.strategy_for(own))
+        self.record()
+
+    def data_of(self, loaders: Any, datasets: Any) -> Data:
+        return self.run.data_of(super().data_of(loaders, datasets))
 
 
 def same_everywhere(rows: Rows, world: World) -> Rows:

@@ -184,9 +184,9 @@ class ScriptRuns(Runs):
             )
         if trace.draws and self._draws_matter(case):
             said.append(
-                f"random numbers: the loop calls {listed(trace.draws)}, which draws from the "
-                "global generator, and each rank has another stream. Draw with loop.randn or "
-                "loop.rand in the step function, which give a sample the same numbers at any "
+                f"random numbers: the loop calls {listed(trace.draws)}, which draws from a "
+                "generator of the process, and each rank has another stream. Draw with loop.randn "
+                "or loop.rand in the step function, which give a sample the same numbers at any "
                 "number of workers; or give the call a generator=, seeded alike everywhere, and "
                 "take this rank's rows"
             )

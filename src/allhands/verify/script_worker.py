@@ -10,7 +10,14 @@ import allhands
 from allhands.data import derive_seed, seed_everything
 from allhands.errors import UserError, WorldError
 from allhands.launch import ship, worker
-from allhands.verify.recorded_loop import Enough, RecordedLoop, ScriptRun, call_here
+from allhands.verify.recorded_loop import (
+    Enough,
+    RecordedLoop,
+    RecordedSteps,
+    ScriptRun,
+    call_here,
+)
+from allhands.verify.recorded_runner import record_runners
 from allhands.verify.runs import Variation
 from allhands.world import current_world, finalize
 
@@ -48,17 +55,19 @@ def run(
         reference=ship.load(reference) if reference and not rank else None,
         stepped=(patience := _Patience(timeout)).again,
     )
-    RecordedLoop.run = ran
+    RecordedSteps.run = ran
+    record_runners(ran)
     allhands.Loop, allhands.spawn = RecordedLoop, call_here  # type: ignore[misc]
     patience.again()
     try:
         worker.run_script(script, args)
     except Enough:
         pass
-    except WorldError as error:
-        if not ran.trace.steps:
-            raise
-        ran.trace.failure = str(error)
+    except WorldError as error:  # a runner says it of `Enough` as well
+        if not ran.complete:
+            if not ran.trace.steps:
+                raise
+            ran.trace.failure = str(error)
     except SystemExit as leave:
         if leave.code not in (None, 0):
             raise UserError(
@@ -70,9 +79,9 @@ def run(
         ran.calls.end()
     if not ran.loops and not ran.facts:
         raise UserError(
-            f"{script} makes no allhands.Loop, so there is no step to compare. For a training with "
-            "SupervisedRunner, call allhands.verify(model=…, …) or verify its run file: allhands "
-            "verify -C run.yml"
+            f"{script} makes no allhands.Loop and trains with no allhands.Runner, so there is no "
+            "step to compare. For a training with SupervisedRunner, call allhands.verify(model=…, "
+            "…) or verify its run file: allhands verify -C run.yml"
         )
     if not ran.examines and not ran.trace.steps:
         raise UserError(
