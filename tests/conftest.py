@@ -201,14 +201,14 @@ def preloaded() -> Iterator[None]:
 def _other_tests_stay_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers import no modules of other tests, which a user's process would not have either.
 
-    They would, for what such a module has computed and its source does not say.
+    They would, for what such a module has computed and its source does not say. What helpers of
+    other tests hold, such as a list of functions to call, would make them import all of these.
     """
     from allhands.launch import user_modules
 
     def own() -> Iterator[Any]:
         for module in own_modules():
-            _, _, name = module.__name__.rpartition(".")
-            if not name.startswith("test_") or module is request.module:
+            if not module.__name__.startswith("tests.") or module is request.module:
                 yield module
 
     own_modules = user_modules._own_modules

@@ -160,6 +160,8 @@ def test_a_turn_takes_as_long_as_its_slowest_rank(scripts):
     )
 
 
+# rare: make bench runs it, and no user.
+@pytest.mark.rare
 @pytest.mark.serial
 def test_contenders_take_turns_in_two_workers():
     """Without GPUs a step cannot be recorded: that is said, and the others are measured all the

@@ -125,7 +125,8 @@ def run(folder: Path, *words: str, mark: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-@pytest.mark.parametrize("way", ["loadfile", "worksteal"])
+# rare under worksteal: the processes are the same, and end in the same way.
+@pytest.mark.parametrize("way", ["loadfile", pytest.param("worksteal", marks=pytest.mark.rare)])
 def test_only_the_tests_that_hang_fail(hangs: Path, way: str) -> None:
     mark = uuid.uuid4().hex
     code, said = run(hangs, "-n", "2", "--dist", way, mark=mark)

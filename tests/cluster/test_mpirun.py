@@ -44,7 +44,12 @@ def launched(mpi: Mpi, hosts: Hosts, folder: Path, how: str) -> Launch:
 
 
 @either_mpi
-def test_a_rank_fails(mpi: Mpi, hosts: Hosts) -> None:
+@pytest.mark.parametrize(
+    "how",
+    # rare: launch/test_failures.py has them, and so has the link that goes down below.
+    ["kill", *(pytest.param(how, marks=pytest.mark.rare) for how in ("raise", "exit", "stop"))],
+)
+def test_a_rank_fails(mpi: Mpi, hosts: Hosts, how: str) -> None:
     causes = {
         "raise": "rank 1 on d2 raised ValueError: no such class: 11",
         "exit": r"rank 1 \(d2, pid \d+\) failed first: left with exit code 3",
@@ -54,16 +59,15 @@ def test_a_rank_fails(mpi: Mpi, hosts: Hosts) -> None:
         "stop": r"rank 1 \(d2, pid \d+\) failed first: has given no sign of life for \d+ s: "
         r"stopped, hung",
     }
-    for how, cause in causes.items():
-        with launched(mpi, hosts, shared_folder(hosts, "mpi"), how) as job:
-            job.until("running")
-            began = time.monotonic()
-            code, said = job.end()
-            assert time.monotonic() - began < patience(30)
-        assert code not in (0, None), (how, said)
-        assert re.search(cause, said), (how, said)
-        assert "[0] running" in said
-        assert hosts.left(5) == [], how
+    with launched(mpi, hosts, shared_folder(hosts, "mpi"), how) as job:
+        job.until("running")
+        began = time.monotonic()
+        code, said = job.end()
+        assert time.monotonic() - began < patience(30)
+    assert code not in (0, None), said
+    assert re.search(causes[how], said), said
+    assert "[0] running" in said
+    assert hosts.left(5) == []
 
 
 def test_a_link_goes_down(mpi: Mpi, hosts: Hosts) -> None:
@@ -89,11 +93,19 @@ def test_a_link_goes_down(mpi: Mpi, hosts: Hosts) -> None:
 
 
 @either_mpi
-def test_the_launcher_is_ended(mpi: Mpi, hosts: Hosts) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-        with launched(mpi, hosts, shared_folder(hosts, "mpi"), "no") as job:
-            job.until("running")
-            job.process.send_signal(number)
-            code, _ = job.end()
-        assert code not in (0, None), number
-        assert hosts.left(5) == [], number
+@pytest.mark.parametrize(
+    "number",
+    # rare: SIGTERM takes the way of Ctrl-C, SIGKILL that of a link that goes down.
+    [
+        signal.SIGINT,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.rare),
+        pytest.param(signal.SIGKILL, marks=pytest.mark.rare),
+    ],
+)
+def test_the_launcher_is_ended(mpi: Mpi, hosts: Hosts, number: signal.Signals) -> None:
+    with launched(mpi, hosts, shared_folder(hosts, "mpi"), "no") as job:
+        job.until("running")
+        job.process.send_signal(number)
+        code, _ = job.end()
+    assert code not in (0, None)
+    assert hosts.left(5) == []

@@ -55,9 +55,7 @@ def test_inside_an_allocation_workers_are_the_tasks_that_were_asked_for(slurm: S
 @pytest.mark.parametrize(
     ("how", "cause", "code"),
     [
-        pytest.param(*failure, marks=pytest.mark.rare)
-        if failure[0] in ("exit", "kill")
-        else failure
+        failure if failure[0] == "kill" else pytest.param(*failure, marks=pytest.mark.rare)
         for failure in WORKER_FAILURES
     ],
 )

@@ -193,7 +193,18 @@ FAILURES = {
 }
 
 
-def test_a_failing_task_is_named_and_ends_the_step(scripts: Scripts) -> None:
+@pytest.mark.parametrize(
+    "failures",
+    [
+        [("kill", "collective")],
+        # rare: launch/test_failures.py has them.
+        pytest.param([case for case in FAILURES if case[0] != "kill"], marks=pytest.mark.rare),
+    ],
+    ids=["kill", "others"],
+)
+def test_a_failing_task_is_named_and_ends_the_step(
+    scripts: Scripts, failures: list[tuple[str, str]]
+) -> None:
     """srun itself would wait for the others for ever."""
     scripts.write("fails.py", FAILS)
 
@@ -202,9 +213,10 @@ def test_a_failing_task_is_named_and_ends_the_step(scripts: Scripts) -> None:
         done = scripts.srun("-N2 -n2", path, *case, env={"ALLHANDS_HEARTBEAT_TIMEOUT": "4"})
         return done, time.time() - float(re.findall(r"failing at (\S+)", done.stdout)[0])
 
-    with ThreadPoolExecutor(len(FAILURES)) as pool:
-        found = list(pool.map(run, FAILURES))
-    for (case, message), (done, seconds) in zip(FAILURES.items(), found, strict=True):
+    with ThreadPoolExecutor(len(failures)) as pool:
+        found = list(pool.map(run, failures))
+    for case, (done, seconds) in zip(failures, found, strict=True):
+        message = FAILURES[case]
         assert re.search(rf"allhands: rank 1 \(d2, pid \d+\) {message}", done.stderr), (
             case,
             done.stderr,
@@ -259,6 +271,9 @@ def given(batch_size: int, dropout: float = 0.0) -> dict[str, Any]:
     }
 
 
+# rare: launch/test_nodes.py does the same with the variables that Slurm sets, and tasks of a real
+# one join in the test before.
+@pytest.mark.rare
 def test_one_task_a_node_starts_the_workers_of_its_node(scripts: Scripts) -> None:
     scripts.write("trains.py", TRAINS)
     done = scripts.srun("-N2 --gres=gpu:2", "trains.py")
@@ -326,6 +341,9 @@ srun {python} interrupted.py cut 0.25
 """
 
 
+# rare: loop/test_requeue.py has what is asked of Slurm, faults/test_resume.py the interrupted
+# training.
+@pytest.mark.rare
 def test_a_job_that_is_signalled_and_then_preempted_goes_on_to_the_same_end(
     scripts: Scripts,
 ) -> None:

@@ -23,7 +23,15 @@ def prepared(hosts: Hosts) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("how", "cause", "code"), WORKER_FAILURES)
+# rare: all but a kill are told by the worker, and by the launcher on one host as on several
+# (launch/test_failures.py).
+@pytest.mark.parametrize(
+    ("how", "cause", "code"),
+    [
+        failure if failure[0] == "kill" else pytest.param(*failure, marks=pytest.mark.rare)
+        for failure in WORKER_FAILURES
+    ],
+)
 def test_a_worker_fails(hosts: Hosts, how: str, cause: str, code: int) -> None:
     with Launch(hosts, prepared(hosts), "-n", "2", "-H", "hosts", "steps.py", how) as job:
         job.names_the_failure(cause, code)
@@ -74,7 +82,8 @@ def test_a_host_is_switched_off(hosts: Hosts) -> None:
     [
         (signal.SIGINT, 130),
         pytest.param(signal.SIGTERM, 143, marks=pytest.mark.rare),
-        (signal.SIGKILL, -9),
+        # rare: hosts that lose the launcher are tested with a link that goes down.
+        pytest.param(signal.SIGKILL, -9, marks=pytest.mark.rare),
     ],
 )
 def test_the_launcher_is_ended(hosts: Hosts, number: int, code: int) -> None:

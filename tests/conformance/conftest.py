@@ -19,13 +19,16 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     ]
     if not found:
         return
-    table = dict(found)
-    rows = list(next(iter(table.values())))
+    table: dict[str, dict[str, str]] = {}
+    for column, kinds in found:  # a column may be tried in parts
+        table.setdefault(column, {}).update(kinds)
+    rows = list(dict.fromkeys(row for kinds in table.values() for row in kinds))
     width = max(map(len, rows))
     terminalreporter.section("what works with what: = equal to a plain loop, - refused by name")
     for number, column in enumerate(table):
         terminalreporter.line(" " * width + "  " + "|  " * number + column)
     for row in rows:
         terminalreporter.line(
-            f"{row:{width}s}  " + "  ".join(MARKS[kinds[row]] for kinds in table.values())
+            f"{row:{width}s}  "
+            + "  ".join(MARKS[kinds[row]] if row in kinds else " " for kinds in table.values())
         )

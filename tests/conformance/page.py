@@ -18,11 +18,12 @@ makes: before the first step after it), with the message that is listed below. A
 right or refused, but for **~**: `local_sgd` says of itself that it is another training with
 momentum, other optimizers than SGD, or clipping.
 
-`make conformance` runs the table and writes this page; `make test` runs it too (two of its columns
-only with `make test-all`), and fails where a cell is neither, or is not what this page says. The
-trainings are in `tests/conformance/rows.py`, the columns in `tests/conformance/columns.py`. With
-`accumulate` above 1, and in a pipeline, a model that counts its calls is compared with a loop that
-makes as many. Statistics of BatchNorm are each worker's own in training and averaged before
+`make conformance` runs the table and writes this page. `make test-all` runs it too, and fails where
+a cell is neither, or is not what this page says; `make test` tries one column of each strategy
+whole, and every fourth row of those that combine or vary others. The trainings are in
+`tests/conformance/rows.py`, the columns in `tests/conformance/columns.py`. With `accumulate` above
+1, and in a pipeline, a model that counts its calls is compared with a loop that makes as many.
+Statistics of BatchNorm are each worker's own in training and averaged before
 evaluation, see [exactness](exactness.md); that row compares the weights with a loop over the same
 shares. fp16 is compared with what rounding does to a loop.
 

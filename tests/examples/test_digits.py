@@ -36,6 +36,8 @@ def test_the_run_file_reaches_97_percent(tmp_path):
     assert last_accuracy(tmp_path / "logs" / "digits") >= 0.97, text
 
 
+# rare: runner/test_distributed.py has one worker, the demo the script.
+@pytest.mark.rare
 def test_one_worker_trains_the_same(tmp_path):
     # One worker with batches of 32 takes other steps; two workers and one of twice the batch are
     # compared in tests/runner.
@@ -55,6 +57,8 @@ def test_one_worker_trains_the_same(tmp_path):
     assert re.search(r"validation accuracy \d+\.\d% after 2 epochs on 1 worker,", text)
 
 
+# rare: the demo has the script, data/catalogue the data set.
+@pytest.mark.rare
 def test_cifar10_through_the_same_code(tmp_path, shared_data, monkeypatch):
     monkeypatch.syspath_prepend(str(shared_data))
     official = importlib.import_module("write_official")

@@ -188,7 +188,11 @@ def test_a_full_disk_of_one_rank_is_told_on_all_and_leaves_the_earlier_checkpoin
     assert not list(tmp_path.glob(".epoch*"))
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+# rare on 1 and 3: 2 have several files, of which one is damaged.
+@pytest.mark.parametrize(
+    "workers",
+    [pytest.param(1, marks=pytest.mark.rare), 2, pytest.param(3, marks=pytest.mark.rare)],
+)
 def test_a_flipped_byte_is_refused_by_file_name_and_the_one_before_is_used(
     tmp_path: Path, workers: int
 ) -> None:

@@ -273,6 +273,9 @@ print("sum", float(outs["w"].double().sum()).hex(), float(outs["b"].double().sum
 """
 
 
+# rare: test_processes.py kills a server of a job that has snapshots, test_mirror.py one that a
+# training uses.
+@pytest.mark.rare
 @pytest.mark.serial
 def test_the_launcher_starts_a_killed_server_again_and_the_weights_are_the_same(
     tmp_path: Path,

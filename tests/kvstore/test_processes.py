@@ -312,7 +312,7 @@ def test_wherever_a_worker_fails_the_others_are_told_its_name_and_why(
 @pytest.mark.parametrize(
     ("how", "when", "code", "said"),
     [
-        ("exit", "in a barrier", 3, "exit code 3"),
+        pytest.param("exit", "in a barrier", 3, "exit code 3", marks=pytest.mark.rare),
         ("exception", "mid-chunk", 1, "raised ValueError: planted"),
     ],
 )

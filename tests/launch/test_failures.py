@@ -38,14 +38,19 @@ time.sleep(60)
     ("how", "cause", "code"),
     [
         ("raise ValueError('boom')", "raised ValueError: boom", 1),
-        ("sys.exit(3)", "exit code 3", 3),
+        pytest.param("sys.exit(3)", "exit code 3", 3, marks=pytest.mark.rare),
         pytest.param("os._exit(4)", "exit code 4", 4, marks=pytest.mark.rare),
         (
             "os.kill(os.getpid(), signal.SIGKILL)",
             "killed by SIGKILL (out of memory? see `dmesg`)",
             137,
         ),
-        ("os.kill(os.getpid(), signal.SIGSEGV)", "killed by SIGSEGV", 139),
+        pytest.param(
+            "os.kill(os.getpid(), signal.SIGSEGV)",
+            "killed by SIGSEGV",
+            139,
+            marks=pytest.mark.rare,
+        ),
         pytest.param("sys.exit('no way')", "exit code 1", 1, marks=pytest.mark.rare),
     ],
 )
@@ -169,7 +174,12 @@ def start_stubborn(job: Any, *options: str) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.rare)]
+    "number",
+    [
+        signal.SIGINT,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.rare),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.rare),
+    ],
 )
 def test_launcher_gets_a_signal(job: Any, number: signal.Signals) -> None:
     process = start_stubborn(job, "--grace", "1")

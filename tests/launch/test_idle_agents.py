@@ -89,6 +89,8 @@ def test_workers_are_as_clean_as_those_of_a_new_agent(
     assert spawn(os.getcwd, workers=1) == [str(tmp_path)]
 
 
+# rare: the fixture `shared_agent` ends one with its context, and looks for what is left.
+@pytest.mark.rare
 def test_it_ends_by_itself_and_with_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(idle_agents.VARIABLE, "2.5")
     (pid,) = spawn(agent, workers=1)

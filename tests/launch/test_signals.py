@@ -96,7 +96,9 @@ store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]))
 )
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.rare), signal.SIGUSR1]
+)
 def test_a_scheduler_may_signal_every_process_of_the_job(job: Any, number: signal.Signals) -> None:
     process, _ = start(job, USES_THE_STORE)
     for pid in job.alive():  # launcher, agent, store, workers
@@ -180,7 +182,15 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGUSR1,
+        pytest.param(signal.SIGUSR2, marks=pytest.mark.rare),
+        pytest.param(signal.SIGTERM, marks=pytest.mark.rare),
+        signal.SIGINT,
+    ],
+)
 def test_a_signal_before_any_worker_is_there_ends_the_job(job: Any, number: signal.Signals) -> None:
     job.script(SLOW_IMPORT, "torch.py")
     with pytest.MonkeyPatch.context() as patch:
@@ -192,7 +202,9 @@ def test_a_signal_before_any_worker_is_there_ends_the_job(job: Any, number: sign
     assert finish(process) == (128 + number, [], [line])
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.rare)]
+)
 def test_a_signal_that_only_the_agent_gets_before_any_worker_is_there(
     job: Any, number: signal.Signals
 ) -> None:
@@ -369,7 +381,12 @@ def arrive() -> None:
 
 @pytest.mark.usefixtures("_defaults")
 @pytest.mark.parametrize(
-    "number", [signal.SIGTERM, signal.SIGUSR1, pytest.param(signal.SIGUSR2, marks=pytest.mark.rare)]
+    "number",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGUSR1, marks=pytest.mark.rare),
+        pytest.param(signal.SIGUSR2, marks=pytest.mark.rare),
+    ],
 )
 def test_a_signal_before_the_function_is_called_ends_the_caller(number: signal.Signals) -> None:
     with pytest.raises(SystemExit) as raised:

@@ -101,14 +101,24 @@ def test_output_is_shown_and_logged(tmp_path: Path, capfd: pytest.CaptureFixture
     ("how", "text", "code"),
     [
         (lambda: 1 / 0, "raised ZeroDivisionError: division by zero", 1),
-        (lambda: os._exit(0), "left with exit code 0 before its function returned", 1),
+        pytest.param(
+            lambda: os._exit(0),
+            "left with exit code 0 before its function returned",
+            1,
+            marks=pytest.mark.rare,
+        ),
         pytest.param(
             lambda: sys.exit(0),
             "left with exit code 0 before its function returned",
             1,
             marks=pytest.mark.rare,
         ),
-        (lambda: sys.exit(5), "left with exit code 5 before its function returned", 5),
+        pytest.param(
+            lambda: sys.exit(5),
+            "left with exit code 5 before its function returned",
+            5,
+            marks=pytest.mark.rare,
+        ),
         (lambda: os.kill(os.getpid(), 9), "killed by SIGKILL", 137),
     ],
 )
@@ -214,7 +224,15 @@ print(spawn(work, (Point(5),), workers=2))
 """
 
 
-@pytest.mark.parametrize("way", ["script", "-c", "stdin"])
+# rare: ways in which a script is seldom started.
+@pytest.mark.parametrize(
+    "way",
+    [
+        "script",
+        pytest.param("-c", marks=pytest.mark.rare),
+        pytest.param("stdin", marks=pytest.mark.rare),
+    ],
+)
 def test_from_text_without_a_guard(way: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(BODY)
     words = {"script": ["script.py"], "-c": ["-c", BODY], "stdin": ["-"]}[way]
@@ -225,6 +243,8 @@ def test_from_text_without_a_guard(way: str, tmp_path: Path) -> None:
     assert (tmp_path / "ran").read_text() == "x"
 
 
+# rare: a training in a notebook (runner/test_distributed.py) calls spawn too.
+@pytest.mark.rare
 def test_from_a_notebook(tmp_path: Path) -> None:
     nbformat = pytest.importorskip("nbformat")
     nbclient = pytest.importorskip("nbclient")
@@ -268,6 +288,8 @@ def test_torch_is_not_imported_for_plain_results(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", text], cwd=tmp_path, check=True)
 
 
+# rare: it is about time alone.
+@pytest.mark.rare
 def test_workers_do_not_import_what_only_their_caller_needs(tmp_path: Path) -> None:
     # In a process of its own: the workers of this one get what other test modules hold.
     text = (

@@ -208,10 +208,11 @@ def test_each_optimizer_updates_its_own_model() -> None:
 @pytest.mark.parametrize(
     ("workers", "shares", "strategy"),
     [
-        (2, 2, None),
+        # rare: conformance has them for other own loops, examples/test_own_loop.py has 2 and 3.
+        pytest.param(2, 2, None, marks=pytest.mark.rare),
         (3, 3, None),
-        (2, 2, allhands.DDP(optimizer_state="sharded")),
-        (2, 1, SLICES),
+        pytest.param(2, 2, allhands.DDP(optimizer_state="sharded"), marks=pytest.mark.rare),
+        pytest.param(2, 1, SLICES, marks=pytest.mark.rare),
         (4, 2, allhands.Mesh(dp=2, tp=2, tensor=SLICES)),
     ],
     ids=["2", "3", "sharded", "slices", "mesh"],

@@ -167,7 +167,8 @@ def all_of_them(workers: int, accumulate: int) -> list[list[torch.Tensor]]:
 
 
 @pytest.mark.serial
-@pytest.mark.parametrize("workers", [2, 3])
+# rare on 2: 3 have uneven shares too.
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.rare), 3])
 def test_workers_are_the_loop_by_hand(workers: int) -> None:
     expected = [classifier_by_hand(clip=0.5)[0], gan_by_hand(), idle(1)]
     expected += [gan_by_hand(), own_data_by_hand(), contrastive_by_hand()]

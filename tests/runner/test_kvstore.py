@@ -220,6 +220,9 @@ def job_of_launcher(folder: Path, action: str) -> tuple[int, str]:
     return process.returncode, told
 
 
+# rare: kvstore/test_mirror.py kills a server of a launched training, faults/test_resume.py stops
+# trainings.
+@pytest.mark.rare
 def test_a_job_with_a_server_is_stopped_loses_its_server_and_ends_as_if_it_had_not(
     tmp_path: Path,
 ) -> None:

@@ -196,6 +196,8 @@ def test_workers_compile_layers_or_the_whole() -> None:
         assert local_sgd[1] == [""]
 
 
+# rare: the test before compiles on workers, and conformance has servers.
+@pytest.mark.rare
 @needs_compiler
 @pytest.mark.serial
 def test_workers_that_servers_train() -> None:

@@ -71,7 +71,8 @@ def compressed() -> dict[str, Any]:
 
 
 @pytest.mark.serial
-@pytest.mark.parametrize("workers", [2, 3])
+# rare on 2: 3 have what 2 have.
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.rare), 3])
 def test_in_bf16_the_same_as_by_hand(workers: int) -> None:
     results = in_world(workers, compressed)
     for found in results:
@@ -266,7 +267,8 @@ def trained_with_residuals(folder: str) -> dict[str, Any]:
 
 @pytest.mark.serial
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("workers", [2, 3])
+# rare on 3: bf16 above is on 3, and a residual knows nothing of other ranks.
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.rare)])
 def test_what_a_codec_loses_comes_later(workers: int, tmp_path: Path) -> None:
     for found in in_world(workers, trained_with_residuals, str(tmp_path)):
         for name in RESIDUAL:

@@ -298,7 +298,8 @@ def parity() -> dict[str, Any]:
 
 
 @pytest.mark.serial
-@pytest.mark.parametrize("workers", [2, 3])
+# rare on 2: 3 have what 2 have, and a middle one.
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.rare), 3])
 def test_the_same_as_by_hand(workers: int) -> None:
     for found in in_world(workers, parity):
         for name, case in CASES.items():

@@ -107,7 +107,10 @@ def beside_plain(accumulate: int) -> list[Any]:
 
 
 @pytest.mark.serial
-@pytest.mark.parametrize(("workers", "accumulate"), [(2, 3), (3, 1), (7, 1)])
+# rare on 7: conformance trains fewer samples than ranks with sharded state.
+@pytest.mark.parametrize(
+    ("workers", "accumulate"), [(2, 3), (3, 1), pytest.param(7, 1, marks=pytest.mark.rare)]
+)
 def test_it_is_plain_ddp_to_the_bit(workers: int, accumulate: int) -> None:
     """Weights and the optimizer's whole state at the end, of uneven data with clipping; with seven
     workers for six parameters, one has none, and some steps leave workers without a sample."""
