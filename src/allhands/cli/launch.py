@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import enum
 import os
 import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
+from allhands.cli import launch_options as option
+from allhands.cli.launch_options import Launcher, OnWorkerFailure
 from allhands.errors import UserError, nearest
 from allhands.launch import horovod_alias as alias
-from allhands.launch.hosts import read_hosts
+from allhands.launch.hosts import HostSpec, read_hosts
 from allhands.launch.job import Job
 from allhands.launch.job_nodes import Host
 from allhands.launch.local import LocalHost
@@ -25,171 +25,39 @@ from allhands.launch.options import Options
 from allhands.launch.plan import Command
 from allhands.launch.processes import cores, gpus
 from allhands.launch.protocol import MARK
-from allhands.launch.recovery import CONTINUE, RESTART, STOP
-from allhands.launch.slurm import SlurmNode, allocation, submit
+from allhands.launch.slurm import Allocation, SlurmNode, allocation, submit
 from allhands.launch.ssh import SshHost
-
-
-class OnWorkerFailure(enum.StrEnum):
-    """What follows the failure of a worker."""
-
-    stop = STOP
-    go_on = CONTINUE
-    restart = RESTART
-
-
-class Launcher(enum.StrEnum):
-    """What starts the workers."""
-
-    local = "local"
-    ssh = "ssh"
-    slurm = "slurm"
-    mpi = "mpi"
 
 
 def launch(
     context: typer.Context,
-    command: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="SCRIPT [ARGS]",
-            help="A Python script, or any program, with its arguments, options included.",
-            show_default=False,
-        ),
-    ] = None,
+    command: option.Command = None,
     *,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            "--workers",
-            "-n",
-            help="How many workers in all. Default: one for each GPU, or for each core without "
-            "GPUs.",
-        ),
-    ] = None,
-    servers: Annotated[
-        int,
-        typer.Option(
-            "--servers", "-s", help="How many parameter servers beside them, one a host in turn."
-        ),
-    ] = 0,
-    hosts: Annotated[
-        str | None,
-        typer.Option(
-            "--hosts", "-H", help="A file with one host a line, or a list: d1,d2. See docs/ssh.md."
-        ),
-    ] = None,
-    launcher: Annotated[
-        Launcher | None,
-        typer.Option(help="What starts the workers. Default: ssh with --hosts, else local."),
-    ] = None,
-    module: Annotated[
-        bool, typer.Option("--module", "-m", help="SCRIPT is a module's name, as for python -m.")
-    ] = False,
-    log_dir: Annotated[
-        Path | None, typer.Option(help="Also write each worker's output to a file in this folder.")
-    ] = None,
-    prefix: Annotated[
-        bool, typer.Option(help="Start each line of output with the rank that wrote it.")
-    ] = True,
-    grace: Annotated[
-        float, typer.Option(help="Seconds to save and end for workers that are asked to stop.")
-    ] = 5.0,
-    heartbeat_timeout: Annotated[
-        float,
-        typer.Option(
-            help="Seconds without a sign of life after which a worker has failed; 0 waits for ever."
-        ),
-    ] = 60.0,
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            help="CPU threads for each worker. Default: OMP_NUM_THREADS, or the cores shared out "
-            "evenly."
-        ),
-    ] = None,
-    preload: Annotated[
-        bool, typer.Option(help="Import torch once for all workers, not once in each.")
-    ] = True,
-    max_restarts: Annotated[
-        int,
-        typer.Option(
-            help="How many times to start all workers again after a failure; they resume from "
-            "their checkpoint."
-        ),
-    ] = 0,
-    server_restarts: Annotated[
-        int,
-        typer.Option(
-            help="How many times to start a parameter server again that died, while the workers "
-            "run on."
-        ),
-    ] = 0,
-    on_worker_failure: Annotated[
-        OnWorkerFailure,
-        typer.Option(
-            help="With --servers: the others go on without a worker that fails, or it alone is "
-            "started again, up to "
-            "--max-restarts times."
-        ),
-    ] = OnWorkerFailure.stop,
-    min_workers: Annotated[
-        int | None,
-        typer.Option(
-            help="Restart without hosts that do not come back, as long as so many workers are left."
-        ),
-    ] = None,
-    rejoin_timeout: Annotated[
-        float, typer.Option(help="Seconds for a lost host to come back.")
-    ] = 30.0,
-    host_timeout: Annotated[
-        float, typer.Option(help="Seconds without a word after which another host is lost.")
-    ] = 15.0,
-    sync_dst_dir: Annotated[
-        str | None,
-        typer.Option(
-            help="Copy the working folder to this folder of every host first, and run there."
-        ),
-    ] = None,
-    exclude: Annotated[
-        list[str] | None,
-        typer.Option(help="A pattern that is not copied (as for rsync); may be repeated."),
-    ] = None,
-    env: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="NAME or NAME=VALUE: a variable for all workers; NAME alone takes its value here. "
-            "May be repeated."
-        ),
-    ] = None,
-    sbatch: Annotated[
-        str | None,
-        typer.Option(
-            help='Options for sbatch, where --launcher slurm submits a job: "--nodes=2 --time=30".'
-        ),
-    ] = None,
-    wait: Annotated[
-        bool,
-        typer.Option("--wait", help="Where a job is submitted: show its output until it ends."),
-    ] = False,
-    mpirun: Annotated[
-        str | None,
-        typer.Option(
-            help='More options for the MPI launcher, with --launcher mpi: "--bind-to none".'
-        ),
-    ] = None,
-    python: Annotated[
-        str | None,
-        typer.Option(help="The Python on the other hosts. Default: the path of this one."),
-    ] = None,
-    horovod: Annotated[
-        bool,
-        typer.Option(
-            "--horovod",
-            help="`import horovod` means allhands.horovod, and options are horovodrun's. See "
-            "docs/horovod.md.",
-        ),
-    ] = False,
+    workers: option.Workers = None,
+    servers: option.Servers = 0,
+    hosts: option.Hosts = None,
+    launcher: option.StartedBy = None,
+    module: option.Module = False,
+    log_dir: option.LogDir = None,
+    prefix: option.Prefix = True,
+    grace: option.Grace = 5.0,
+    heartbeat_timeout: option.HeartbeatTimeout = 60.0,
+    threads: option.Threads = None,
+    preload: option.Preload = True,
+    max_restarts: option.MaxRestarts = 0,
+    server_restarts: option.ServerRestarts = 0,
+    on_worker_failure: option.AfterFailure = OnWorkerFailure.stop,
+    min_workers: option.MinWorkers = None,
+    rejoin_timeout: option.RejoinTimeout = 30.0,
+    host_timeout: option.HostTimeout = 15.0,
+    sync_dst_dir: option.SyncDstDir = None,
+    exclude: option.Exclude = None,
+    env: option.Env = None,
+    sbatch: option.Sbatch = None,
+    wait: option.Wait = False,
+    mpirun: option.Mpirun = None,
+    python: option.Python = None,
+    horovod: option.Horovod = False,
 ) -> int:
     """Run a script, module or program in several workers, on this machine or on others.
 
@@ -204,25 +72,19 @@ def launch(
         raise UserError(f"--workers {workers}: it must be at least 1")
     chosen_launcher = launcher or (Launcher.ssh if hosts else Launcher.local)
     elsewhere = chosen_launcher is not Launcher.local
-    _check_together(
-        chosen_launcher,
-        {
-            "--hosts": (hosts, {Launcher.ssh, Launcher.mpi}),
-            "--sync-dst-dir": (sync_dst_dir, {Launcher.ssh}),
-            "--exclude": (exclude, {Launcher.ssh}),
-            "--python": (python, {Launcher.ssh, Launcher.slurm, Launcher.mpi}),
-            "--mpirun": (mpirun, {Launcher.mpi}),
-            "--sbatch": (sbatch, {Launcher.slurm}),
-            "--wait": (wait, {Launcher.slurm}),
-        },
-    )
+    given = {
+        "--hosts": hosts,
+        "--sync-dst-dir": sync_dst_dir,
+        "--exclude": exclude,
+        "--python": python,
+        "--mpirun": mpirun,
+        "--sbatch": sbatch,
+        "--wait": wait,
+    }
+    _check_together(chosen_launcher, given)
     chosen = _module(command) if module else parse(command, elsewhere=elsewhere)
-    variables = read_env(env or [])
-    if horovod:
-        variables[alias.VARIABLE] = "1"
-        if chosen_launcher is Launcher.mpi:  # its workers have no agent of ours
-            variables["PYTHONPATH"] = alias.search_path(os.environ)
-    if not elsewhere and workers is None:
+    variables = _variables(env or [], horovod, chosen_launcher)
+    if workers is None and not hosts and chosen_launcher in (Launcher.local, Launcher.mpi):
         workers = default_workers()
     options = Options(
         workers=workers,
@@ -242,35 +104,55 @@ def launch(
         rejoin_timeout=rejoin_timeout,
     )
     options.check()
+    python = python or sys.executable
+    specs = read_hosts(hosts) if hosts else []
     if chosen_launcher is Launcher.ssh:
-        assert hosts is not None
-        specs = read_hosts(hosts)
         copy = (os.getcwd(), sync_dst_dir, exclude or ()) if sync_dst_dir else None
-        forwarded = {**forwarded_variables(), **variables}
-        there: list[Host] = [
-            SshHost(spec, python or sys.executable, forwarded, copy) for spec in specs
-        ]
-        return run_job(chosen, there, options, [spec.slots for spec in specs])
+        return _run_over_ssh(chosen, specs, options, variables, python, copy)
     if chosen_launcher is Launcher.mpi:
+        exported, more = sorted(forwarded_variables()), shlex.split(mpirun or "")
         return run_mpi(
-            chosen,
-            read_hosts(hosts) if hosts else [],
-            options
-            if hosts or workers is not None
-            else replace(options, workers=default_workers()),
-            variables=variables,
-            exported=sorted(forwarded_variables()),
-            python=python or sys.executable,
-            more=shlex.split(mpirun or ""),
+            chosen, specs, options, variables=variables, exported=exported, python=python, more=more
         )
+    if chosen_launcher is Launcher.slurm and (nodes := allocation(os.environ)) is not None:
+        return _run_in_allocation(chosen, nodes, options, variables, python)
     if chosen_launcher is Launcher.slurm:
-        given = allocation(os.environ)
-        if given is None:
-            return submit(_without_wait(context.obj), workers, shlex.split(sbatch or ""), wait)
-        names = zip(given.nodes, given.cpus, strict=True)
-        there = [SlurmNode(name, python or sys.executable, variables, cpus) for name, cpus in names]
-        return run_job(chosen, there, options, given.slots if workers is None else None)
+        return submit(_without_wait(context.obj), workers, shlex.split(sbatch or ""), wait)
     return run_job(chosen, [LocalHost(variables)], options)
+
+
+def _variables(words: Sequence[str], horovod: bool, launcher: Launcher) -> dict[str, str | None]:
+    variables = read_env(words)
+    if horovod:
+        variables[alias.VARIABLE] = "1"
+        if launcher is Launcher.mpi:  # its workers have no agent of ours
+            variables["PYTHONPATH"] = alias.search_path(os.environ)
+    return variables
+
+
+def _run_over_ssh(
+    command: Command,
+    specs: Sequence[HostSpec],
+    options: Options,
+    variables: Mapping[str, str | None],
+    python: str,
+    copy: tuple[str, str, Sequence[str]] | None,
+) -> int:
+    forwarded = {**forwarded_variables(), **variables}
+    hosts = [SshHost(spec, python, forwarded, copy) for spec in specs]
+    return run_job(command, hosts, options, [spec.slots for spec in specs])
+
+
+def _run_in_allocation(
+    command: Command,
+    given: Allocation,
+    options: Options,
+    variables: Mapping[str, str | None],
+    python: str,
+) -> int:
+    names = zip(given.nodes, given.cpus, strict=True)
+    hosts = [SlurmNode(name, python, variables, cpus) for name, cpus in names]
+    return run_job(command, hosts, options, given.slots if options.workers is None else None)
 
 
 def run_job(
@@ -292,15 +174,26 @@ def _without_wait(argv: Sequence[str]) -> list[str]:
     return words
 
 
-def _check_together(launcher: Launcher, given: Mapping[str, tuple[Any, set[Launcher]]]) -> None:
-    if launcher is Launcher.ssh and not given["--hosts"][0]:
+_LAUNCHERS_OF = {
+    "--hosts": {Launcher.ssh, Launcher.mpi},
+    "--sync-dst-dir": {Launcher.ssh},
+    "--exclude": {Launcher.ssh},
+    "--python": {Launcher.ssh, Launcher.slurm, Launcher.mpi},
+    "--mpirun": {Launcher.mpi},
+    "--sbatch": {Launcher.slurm},
+    "--wait": {Launcher.slurm},
+}
+
+
+def _check_together(launcher: Launcher, given: Mapping[str, Any]) -> None:
+    if launcher is Launcher.ssh and not given["--hosts"]:
         raise UserError(
             "--launcher ssh needs the hosts: write -H d1,d2, or -H FILE with one host a line"
         )
-    for name, (value, launchers) in given.items():
-        if value and launcher not in launchers:
+    for name, value in given.items():
+        if value and launcher not in _LAUNCHERS_OF[name]:
             right = " or ".join(
-                f"--launcher {other.value}" for other in Launcher if other in launchers
+                f"--launcher {other.value}" for other in Launcher if other in _LAUNCHERS_OF[name]
             )
             raise UserError(
                 f"{name} is for {right}, and the launcher here is {launcher.value}; write one, or "

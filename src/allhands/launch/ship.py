@@ -116,9 +116,8 @@ def _pickler_class(with_torch: bool) -> Any:
             super().__init__(file, protocol=5, buffer_callback=self.keep_beside)
             self.blobs = blobs
             self.refer, self.same = refer, same
-            self.known: dict[
-                int, tuple[int, int]
-            ] = {}  # storage -> offset, length (-1: the reader's own, at that offset)
+            # Of a storage: offset, length (-1: the reader's own, at that offset).
+            self.known: dict[int, tuple[int, int]] = {}
             self.alive: list[Any] = []  # an address names a storage only while the storage lives
 
         def persistent_id(self, value: Any) -> Any:
@@ -133,16 +132,13 @@ def _pickler_class(with_torch: bool) -> Any:
             if raw._cdata not in self.known:
                 self.alive.append(raw)
                 offset = self.same(raw) if self.same is not None else None
-                place = (
+                self.known[raw._cdata] = (
                     (self.blobs.add(raw.nbytes(), raw), raw.nbytes())
                     if offset is None
                     else (offset, -1)
                 )
-                self.known[raw._cdata] = place
-            return (
-                *self.known[raw._cdata],
-                str(value.dtype).removeprefix("torch.") if typed else "uint8",
-            )
+            kind = str(value.dtype).removeprefix("torch.") if typed else "uint8"
+            return *self.known[raw._cdata], kind
 
         def reducer_override(self, value: Any) -> Any:
             # Modules that replace themselves by an object of a class of their own
@@ -163,11 +159,8 @@ def _pickler_class(with_torch: bool) -> Any:
             ):
                 # PyTorch makes a class for each such module, and forbids to pickle it.
                 base: Any = type(value).__bases__[0]
-                return (
-                    make_parametrized,
-                    (base, list(value.parametrizations)),
-                    base.__getstate__(value),
-                )
+                names = list(value.parametrizations)
+                return make_parametrized, (base, names), base.__getstate__(value)
             if (state := whole_state(value)) is not None:
                 return copyreg.__newobj__, (type(value),), state  # type: ignore[attr-defined]
             return super().reducer_override(value)

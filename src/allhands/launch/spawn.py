@@ -140,72 +140,98 @@ def spawn(
             on_message=hear,
             asks_first=hands_back and rendezvous is None,
         )
-        before = pass_signals_on(supervisor)
-        returned: list[Any] = []
-        is_clean = False
-        try:
-            supervisor.prepare(
-                rendezvous.store_address if rendezvous is not None else LOOPBACK, **prepare
-            )
-            # The agent imports torch while the arguments are written.
-            task = shipment.pack(fn, args, kwargs or {})
-            supervisor.on_loaded = shipment.all_loaded
-            try:
-                port = supervisor.wait_ready()
-            except KeyboardInterrupt:
-                if supervisor.signals:  # the agent got one
-                    raise SystemExit(128 + supervisor.signals[0]) from None
-                raise
-            places = (
-                rendezvous.places(servers)
-                if rendezvous is not None
-                else [HostPart(workers, range(servers), LOOPBACK)]
-            )
-            here, *elsewhere = tasks_of(
-                task, places, port, run_id=uuid.uuid4().hex[:12], token=new_token(servers)
-            )
-            first = supervisor.run(
-                [shipment.with_results(here), *elsewhere],
-                must_return=True,
-                scratch=shipment.folders,
-            )
-            is_clean = True
-            number = supervisor.stopped_by()
-            if first is None and number is None:
-                # Before the agent ends, which may remove the files.
-                shipment.take_back(range(workers))
-                returned = [
-                    results.load(supervisor.workers[rank].returned or {}) for rank in range(workers)
-                ]
-            failure = _error(first, supervisor, output, grace) if first is not None else None
-            if rendezvous is not None:
-                _tell(rendezvous, failure, number)
-        except BaseException as error:
-            if rendezvous is not None:
-                _tell(rendezvous, error, None)
-            elif hands_back and isinstance(error, KeyboardInterrupt):
-                shipment.take_back(range(workers))
-            raise
-        finally:
-            # One that has an answer under way would give it to the next call.
-            if is_clean and rendezvous is None and idle_agents.put_back(agent, key):
-                supervisor.remove(agent)
-            supervisor.close()
-            restore(before)
-        if supervisor.kept and number is None:
-            # It came when the workers had ended, or were being stopped, and so is for this process.
-            if failure is not None:
-                show(sys.stderr, f"allhands: {failure}\n".encode("utf-8", "backslashreplace"))
-            raise SystemExit(128 + supervisor.kept[0])
-        if failure is not None:
-            raise failure
-        if number is not None:
-            raise SystemExit(128 + number)
-        return returned
+        return _lead(
+            supervisor, shipment, rendezvous, prepare, (fn, args, kwargs or {}), servers, key
+        )
     finally:
         shipment.close()
         if rendezvous is not None:
             rendezvous.close()
+
+
+def _lead(
+    supervisor: Supervisor,
+    shipment: Shipment,
+    rendezvous: Rendezvous | None,
+    prepare: dict[str, Any],
+    call: tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]],
+    servers: int,
+    key: Any,
+) -> list[Any]:
+    """Start the workers of this node, and those of the tasks that follow; their results.
+
+    Args:
+        supervisor: of this node's agent and the others'.
+        shipment: takes the call there and the results back.
+        rendezvous: the tasks of the other nodes; None: this node is the only one.
+        prepare: what the agents are asked to set up.
+        call: the function and its arguments.
+        servers: how many.
+        key: of this node's agent, for `idle_agents`.
+    """
+    agent, workers = supervisor.agents[0], prepare["local_workers"]
+    before = pass_signals_on(supervisor)
+    returned: list[Any] = []
+    is_clean = False
+    try:
+        supervisor.prepare(
+            rendezvous.store_address if rendezvous is not None else LOOPBACK, **prepare
+        )
+        # The agent imports torch while the arguments are written.
+        task = shipment.pack(*call)
+        supervisor.on_loaded = shipment.all_loaded
+        try:
+            port = supervisor.wait_ready()
+        except KeyboardInterrupt:
+            if supervisor.signals:  # the agent got one
+                raise SystemExit(128 + supervisor.signals[0]) from None
+            raise
+        places = (
+            rendezvous.places(servers)
+            if rendezvous is not None
+            else [HostPart(workers, range(servers), LOOPBACK)]
+        )
+        here, *elsewhere = tasks_of(
+            task, places, port, run_id=uuid.uuid4().hex[:12], token=new_token(servers)
+        )
+        first = supervisor.run(
+            [shipment.with_results(here), *elsewhere],
+            must_return=True,
+            scratch=shipment.folders,
+        )
+        is_clean = True
+        number = supervisor.stopped_by()
+        if first is None and number is None:
+            # Before the agent ends, which may remove the files.
+            shipment.take_back(range(workers))
+            returned = [
+                results.load(supervisor.workers[rank].returned or {}) for rank in range(workers)
+            ]
+        failure = _error(first, supervisor) if first is not None else None
+        if rendezvous is not None:
+            _tell(rendezvous, failure, number)
+    except BaseException as error:
+        if rendezvous is not None:
+            _tell(rendezvous, error, None)
+        elif supervisor.asks_first and isinstance(error, KeyboardInterrupt):
+            shipment.take_back(range(workers))
+        raise
+    finally:
+        # One that has an answer under way would give it to the next call.
+        if is_clean and rendezvous is None and idle_agents.put_back(agent, key):
+            supervisor.remove(agent)
+        supervisor.close()
+        restore(before)
+    if supervisor.kept and number is None:
+        # It came when the workers had ended, or were being stopped, and so is for this process.
+        if failure is not None:
+            show(sys.stderr, f"allhands: {failure}\n".encode("utf-8", "backslashreplace"))
+        raise SystemExit(128 + supervisor.kept[0])
+    if failure is not None:
+        raise failure
+    if number is not None:
+        raise SystemExit(128 + number)
+    return returned
 
 
 def _follow(follower: NodeFollower, prepare: dict[str, Any], call: Any) -> list[Any]:
@@ -246,14 +272,14 @@ def _tell(rendezvous: Rendezvous, failure: BaseException | None, number: int | N
         rendezvous.tell()
 
 
-def _error(first: Worker, supervisor: Supervisor, output: Output, grace: float) -> Exception:
+def _error(first: Worker, supervisor: Supervisor) -> Exception:
     if first.raised is not None and first.raised.get("user_error") is not None:
         return UserError(first.raised["user_error"])
     text = describe(
         first,
         list(supervisor.workers.values()),
-        output.log_path(first.rank),
-        grace,
+        supervisor.output.log_path(first.rank),
+        supervisor.grace,
         with_traceback=True,
     )
     rank = None if first.is_server else first.rank

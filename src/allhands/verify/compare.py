@@ -18,6 +18,7 @@ from allhands.loop.settings import Data
 from allhands.loop.workers import plan, world_around
 from allhands.report import require_matplotlib
 from allhands.runner import SupervisedRunner
+from allhands.runner.train_settings import TrainSettings
 from allhands.step.closure import takes_closure
 from allhands.strategies import Strategy, strategy_named
 from allhands.verify import causes, probes
@@ -134,30 +135,31 @@ def verify(
         probes.refuse_strangers(model, optimizer)
     settings = settings_to_check(objects, 1)
     settings.validate()
+    _check_all(settings, chosen, counts, runner.device)
+    compared, notes = steps_that_fit(bytes_of(settings.model), steps)
+    # Some runs follow one another: torch is imported once for all of them.
+    with leaves_on_sigterm(), idle_agents.kept(60.0), contextlib.ExitStack() as stack:
+        runs = stack.enter_context(contextlib.closing(RunnerRuns(objects, runner.device)))
+        report = compare(runs, chosen, counts, compared)
+    report.notes = notes + report.notes
+    return show(report, plot)
+
+
+def _check_all(
+    settings: TrainSettings, chosen: Sequence[Strategy], counts: Sequence[int], device: str | None
+) -> None:
+    """Refuse now what a strategy would refuse after the first runs."""
     if takes_closure(settings.optimizer):
         raise UserError(
             f"{type(settings.optimizer).__name__} computes the loss several times in one step, by "
             "a closure, and verify compares one gradient a step; verify the training with an "
             "optimizer that takes one, such as torch.optim.SGD"
         )
-    assert model is not None
     for strategy in chosen:
         strategy.check_settings(settings)
         for count in counts:
-            # Refuses now what it would refuse after the first runs.
-            plan(strategy, count, runner.device)
+            plan(strategy, count, device)
             strategy.check_training(settings, count)
-    compared, notes = steps_that_fit(bytes_of(model), steps)
-
-    # Some runs follow one another: torch is imported once for all of them.
-    with leaves_on_sigterm(), idle_agents.kept(60.0):
-        runs = RunnerRuns(objects, runner.device)
-        try:
-            report = compare(runs, chosen, counts, compared)
-        finally:
-            runs.close()
-    report.notes = notes + report.notes
-    return show(report, plot)
 
 
 def refuse_world_around() -> None:

@@ -65,31 +65,7 @@ def DistributedOptimizer(
         if groups is not None:
             raise UserError("both num_groups= and groups= are given; leave num_groups= out")
         groups = num_groups
-    if isinstance(groups, int) and groups < 1:
-        raise UserError(
-            f"groups={groups}: set groups to a number of at least 1, to lists of parameters, or to "
-            "None"
-        )
-    if gradient_predivide_factor != 1.0 and chosen is not Average:
-        raise UserError(
-            f"gradient_predivide_factor={gradient_predivide_factor} with op {chosen}; set op to "
-            "hvd.Average, or leave the factor out"
-        )
-    if gradient_predivide_factor <= 0:
-        raise UserError(
-            f"gradient_predivide_factor={gradient_predivide_factor}: it must be greater than 0"
-        )
-    if backward_passes_per_step < 1:
-        raise UserError(
-            f"backward_passes_per_step={backward_passes_per_step}: it must be at least 1"
-        )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UserError(
-            "LBFGS chooses its steps by each rank's own loss, so that the ranks would part; use "
-            "another optimizer"
-        )
-    if isinstance(optimizer, _Reduced | _Adasum):
-        raise UserError("this optimizer is a DistributedOptimizer already; wrap it once")
+    _check(optimizer, chosen, groups, gradient_predivide_factor, backward_passes_per_step)
     mixin: type = _Reduced
     made: dict[str, Any] = {}
     if chosen is Adasum:
@@ -125,6 +101,40 @@ def DistributedOptimizer(
         {name: value for name, value in optimizer.__dict__.items() if name != "step"}, **made
     )
     return wrapped
+
+
+def _check(
+    optimizer: torch.optim.Optimizer,
+    op: Any,
+    groups: Any,
+    gradient_predivide_factor: float,
+    backward_passes_per_step: int,
+) -> None:
+    if isinstance(groups, int) and groups < 1:
+        raise UserError(
+            f"groups={groups}: set groups to a number of at least 1, to lists of parameters, or to "
+            "None"
+        )
+    if gradient_predivide_factor != 1.0 and op is not Average:
+        raise UserError(
+            f"gradient_predivide_factor={gradient_predivide_factor} with op {op}; set op to "
+            "hvd.Average, or leave the factor out"
+        )
+    if gradient_predivide_factor <= 0:
+        raise UserError(
+            f"gradient_predivide_factor={gradient_predivide_factor}: it must be greater than 0"
+        )
+    if backward_passes_per_step < 1:
+        raise UserError(
+            f"backward_passes_per_step={backward_passes_per_step}: it must be at least 1"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UserError(
+            "LBFGS chooses its steps by each rank's own loss, so that the ranks would part; use "
+            "another optimizer"
+        )
+    if isinstance(optimizer, _Reduced | _Adasum):
+        raise UserError("this optimizer is a DistributedOptimizer already; wrap it once")
 
 
 def _named(
