@@ -5,11 +5,36 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from allhands.compat import default_store, gradient_hooks, mark_stepped, step_hooks
+from allhands import compat
+from allhands.compat import default_store, gradient_hooks, in_backward, mark_stepped, step_hooks
+
+
+def test_private_names_are_what_they_are_taken_for() -> None:
+    for name in compat._PRIVATE:
+        assert getattr(compat, name) is not None, name
+    norms = (nn.BatchNorm1d(1), nn.SyncBatchNorm(1))
+    assert all(isinstance(norm, compat.BatchNormBase) for norm in norms)
+    assert not isinstance(nn.InstanceNorm1d(1), compat.BatchNormBase)
+    assert isinstance(nn.InstanceNorm1d(1), compat.NormBase)
+    assert isinstance(nn.Dropout2d(), compat.DropoutBase)
+    assert compat.pytree.tree_leaves({"a": [1, (2, 3)]}) == [1, 2, 3]
+    with pytest.raises(AttributeError, match="no attribute 'BatchNorm'"):
+        _ = compat.BatchNorm
+
+
+def test_a_backward_pass_is_seen_from_inside() -> None:
+    seen = []
+    x = torch.ones(1, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda _: seen.append(in_backward()))
+    y.sum().backward()
+    assert seen == [True]
+    assert not in_backward()
 
 
 def test_hooks_are_found() -> None:

@@ -1,9 +1,50 @@
-"""Private names of PyTorch that several modules rely on, each with the reason. They were tried with
-PyTorch 2.11 and 2.13."""
+"""Private names of PyTorch that the package relies on, each with the reason. They were tried with
+PyTorch 2.11 and 2.13. Importing this module imports no torch."""
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    pass
+
+# Name here: module, and name there.
+_PRIVATE = {
+    # The base of every BatchNorm, SyncBatchNorm among them; none of the public classes is.
+    "BatchNormBase": ("torch.nn.modules.batchnorm", "_BatchNorm"),
+    # The base of what has running statistics: BatchNorm and InstanceNorm.
+    "NormBase": ("torch.nn.modules.batchnorm", "_NormBase"),
+    # The base of every dropout but that in attention.
+    "DropoutBase": ("torch.nn.modules.dropout", "_DropoutNd"),
+    # Tensors in nested containers, those of the user's own classes among them.
+    "pytree": ("torch.utils", "_pytree"),
+    # Sees every operation; what PyTorch's own documentation tells to subclass.
+    "TorchDispatchMode": ("torch.utils._python_dispatch", "TorchDispatchMode"),
+    # What fully_shard walks through a module's outputs with.
+    "apply_to_tensors": ("torch.distributed.utils", "_apply_to_tensors"),
+    # Where a tensor lies in the files of a checkpoint, which a reader of one's own must say.
+    "StorageInfo": ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    # Whether torch.compile can make kernels for a GPU.
+    "has_triton": ("torch.utils._triton", "has_triton"),
+    # Whether a profiler records, which wants to see `Optimizer.step`.
+    "profiler_enabled": ("torch.autograd", "_profiler_enabled"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PRIVATE:
+        raise AttributeError(f"module 'allhands.compat' has no attribute {name!r}")
+    module, private = _PRIVATE[name]
+    return getattr(importlib.import_module(module), private)
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass, as where a layer is computed again; PyTorch has no
+    public way to ask."""
+    import torch
+
+    return torch._C._current_graph_task_id() != -1
 
 
 def default_store() -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from allhands.compat import NormBase
 from allhands.errors import UserError, did_you_mean
 from allhands.federated.algorithms.base import OWN_LAYERS, Algorithm, Server, Trained
 from allhands.federated.client_states import ClientStates
@@ -56,9 +57,7 @@ def own_numbers(
         found |= matched
     for name, module in model.named_modules():
         counts = (
-            isinstance(module, nn.modules.batchnorm._NormBase)
-            and module.track_running_stats
-            and module.momentum is None
+            isinstance(module, NormBase) and module.track_running_stats and module.momentum is None
         )
         if counts and _within(f"{name}.running_mean", found):
             raise UserError(

@@ -6,9 +6,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from allhands.comm import all_gather_rows, all_gather_text
+from allhands.compat import pytree
 from allhands.errors import UserError
 from allhands.loop.step_function import rows_of
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from allhands.compat import pytree
 from allhands.errors import UserError
 from allhands.step.capturable import Capturable
 from allhands.step.guards import HostState, hooked, waits_noted, where_raised

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from allhands.compat import has_triton
 from allhands.errors import UserError
 from allhands.step.blocks import blocks
 from allhands.step.guards import where_raised
@@ -36,8 +37,6 @@ def compiler_missing(device: torch.device) -> str | None:
     """What ``torch.compile`` needs for this device and does not find, as the end of a sentence;
     None where all is there."""
     if device.type == "cuda":
-        from torch.utils._triton import has_triton
-
         return None if has_triton() else "Triton, which compiles for GPUs, is not installed"
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler

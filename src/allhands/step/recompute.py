@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from allhands.compat import BatchNormBase
 from allhands.errors import UserError
 
 
@@ -61,7 +61,7 @@ class _Again:
         self.norms = [
             norm
             for norm in module.modules()
-            if isinstance(norm, _BatchNorm) and norm.track_running_stats
+            if isinstance(norm, BatchNormBase) and norm.track_running_stats
         ]
         known = {id(buffer) for norm in self.norms for buffer in norm.buffers()}
         self.buffers = [name for name, buffer in module.named_buffers() if id(buffer) not in known]

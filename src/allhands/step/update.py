@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch.optim import optimizer as torch_optimizer
 
+from allhands.compat import profiler_enabled
 from allhands.errors import UserError
 
 
@@ -79,10 +80,9 @@ def _unlabelled(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
     if any(hook is None for hook in hooks):  # a PyTorch that keeps its hooks elsewhere
         return optimizer.step
     before, after, before_any, after_any = hooks
-    profiled = torch.autograd._profiler_enabled
 
     def update() -> object:
-        if before or after or before_any or after_any or profiled():
+        if before or after or before_any or after_any or profiler_enabled():
             return optimizer.step()
         return bare(optimizer)
 

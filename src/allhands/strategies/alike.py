@@ -10,10 +10,9 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from allhands.comm import all_gather_text, broadcast_tensors, mean_buffers
-from allhands.compat import gradient_hooks
+from allhands.compat import NormBase, gradient_hooks
 from allhands.errors import UserError, WorldError
 from allhands.world import World
 
@@ -58,7 +57,7 @@ def statistics_and_others(model: nn.Module) -> tuple[list[torch.Tensor], list[to
     averaged = [
         buffer
         for module in model.modules()
-        if isinstance(module, _NormBase)
+        if isinstance(module, NormBase)
         and module.track_running_stats  # BatchNorm, SyncBatchNorm and InstanceNorm
         for buffer in (module.running_mean, module.running_var)
         if buffer is not None

@@ -19,9 +19,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.distributed.utils import _apply_to_tensors
 
 from allhands.comm import all_gather_text, calls
+from allhands.compat import apply_to_tensors, in_backward
 from allhands.errors import UserError
 from allhands.world import World
 
@@ -192,7 +192,7 @@ class Units:
     # ------------------------------------------------------------------ calls
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if _in_backward():
+        if in_backward():
             return None
         unit = self._of[id(module)]
         given = _tensors((args, kwargs))
@@ -209,7 +209,7 @@ class Units:
 
     def _complete(self, module: nn.Module, args: Any, output: Any) -> None:
         """The module has been computed, and is still gathered: pass what it has not called."""
-        if _in_backward():
+        if in_backward():
             return
         unit, passed = self._open[-1]
         if len(unit.children) > passed:
@@ -218,7 +218,7 @@ class Units:
                 self._pass(child, flowing)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if _in_backward():
+        if in_backward():
             return output
         unit, _ = self._open.pop()
         if unit.parent is None and not self._recording:
@@ -312,7 +312,7 @@ class Units:
 
         def register(args: Any, kwargs: Any) -> Any:
             # In what is computed again in the backward pass, the units have no part.
-            return hooked(args, kwargs) if _in_backward() else (args, kwargs)
+            return hooked(args, kwargs) if in_backward() else (args, kwargs)
 
         group.pre_backward, group.post_backward, group._register_post_backward_hook = (
             pre_backward,
@@ -381,11 +381,6 @@ def _outside_graphs(hook: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def _in_backward() -> bool:
-    """Whether a layer is being computed again in the backward pass."""
-    return torch._C._current_graph_task_id() != -1
-
-
 def _tensors(tree: Any) -> list[torch.Tensor]:
     """Those that require gradients."""
     found: list[torch.Tensor] = []
@@ -395,11 +390,11 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
             found.append(tensor)
         return tensor
 
-    _apply_to_tensors(look, tree)
+    apply_to_tensors(look, tree)
     return found
 
 
 def _replaced(tree: Any, tensors: list[torch.Tensor]) -> Any:
     """The tree with others in the place of those."""
     others = iter(tensors)
-    return _apply_to_tensors(lambda tensor: next(others) if tensor.requires_grad else tensor, tree)
+    return apply_to_tensors(lambda tensor: next(others) if tensor.requires_grad else tensor, tree)

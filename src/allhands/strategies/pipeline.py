@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from allhands.checks import check_choice, check_whole
 from allhands.comm import all_reduce_sum
+from allhands.compat import BatchNormBase
 from allhands.errors import UserError, kind_of
 from allhands.strategies.base import TryOn
 from allhands.strategies.degrees import Degrees
@@ -193,7 +193,7 @@ class Pipeline(Meshed):
             world.device,
             self.schedule,
         )
-        batch_norm = any(isinstance(module, _BatchNorm) for module in model.modules())
+        batch_norm = any(isinstance(module, BatchNormBase) for module in model.modules())
         return PipelinePasses(run, self.micro_batches(workers), mesh, names, shared, batch_norm)
 
     def _costs(

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.nn.modules.dropout import _DropoutNd
 
+from allhands.compat import DropoutBase
 from allhands.errors import UserError
 from allhands.strategies.tensor_moves import (
     PARTIAL,
@@ -65,7 +65,7 @@ def split(
     orders = {}
     for name, module in modules.items():
         style = styles.get(name)
-        if style is None and sequence and isinstance(module, _DropoutNd):
+        if style is None and sequence and isinstance(module, DropoutBase):
             Sequence(name, module, mesh, region, sequence).follows = True
         elif style is None or style.kind == "replicate":
             if id(module) not in inside and any(True for _ in module.parameters(recurse=False)):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from allhands.compat import BatchNormBase, DropoutBase
 from allhands.data import Feed, Source, map_tensors
 from allhands.errors import AllhandsError
 from allhands.launch import ship
@@ -29,7 +30,7 @@ from allhands.verify.traces import Subject, Trace, Variation
 # The noise is at least so many times the distance between 1 and the next number of the parameters'
 # type.
 _FLOOR = 4.0
-_DROPOUTS = (nn.modules.dropout._DropoutNd, nn.MultiheadAttention)
+_DROPOUTS = (DropoutBase, nn.MultiheadAttention)
 
 
 def subject_of(model: nn.Module, precision: str, device: str | None) -> Subject:
@@ -215,7 +216,7 @@ def frozen_modules(model: nn.Module, kind: str) -> list[tuple[str, nn.Module]]:
             )
             if drops:
                 found.append((name, module))
-        elif kind == "all" or isinstance(module, nn.modules.batchnorm._BatchNorm):
+        elif kind == "all" or isinstance(module, BatchNormBase):
             found.append((name, module))
     return found
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from torch import nn
 
+from allhands.compat import NormBase
 from allhands.errors import UserError
 from allhands.federated.algorithms.fedavg import FedAvg
 
-NORMALISATION = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+NORMALISATION = (NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
 
 class FedBN(FedAvg):

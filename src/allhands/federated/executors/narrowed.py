@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
+from allhands.compat import pytree
 from allhands.step import Precision
 
 _NARROW = {
@@ -41,7 +41,7 @@ _BACK = {"batch_norm", "instance_norm"}  # give the format of their input
 
 def widened(values: Any) -> Any:
     """The bfloat16 tensors in any structure as float32."""
-    return tree_map(
+    return pytree.tree_map(
         lambda one: (
             one.float() if isinstance(one, torch.Tensor) and one.dtype == torch.bfloat16 else one
         ),
@@ -72,7 +72,7 @@ class _Casts(TorchFunctionMode):
         if not isinstance(first, torch.Tensor) or not torch.is_autocast_enabled(first.device.type):
             return func(*args, **kwargs)
         if name in _NARROW:
-            args, kwargs = tree_map(_narrow, (args, kwargs))
+            args, kwargs = pytree.tree_map(_narrow, (args, kwargs))
         elif name in _WIDE:
             args, kwargs = widened((args, kwargs))
         made = func(*args, **kwargs)

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from allhands.compat import TorchDispatchMode, pytree
 from allhands.data import preserved_generators
 from allhands.federated.algorithms.base import Server
 from allhands.federated.executors.base import ExecutorContext
@@ -73,7 +72,9 @@ def _forward(
         name: buffer.clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()
     }
     noise.begin()
-    made = tree_leaves(work.local.forward(model, work.samples.take(indices, work.seed, "trial")))
+    made = pytree.tree_leaves(
+        work.local.forward(model, work.samples.take(indices, work.seed, "trial"))
+    )
     noise.end()
     after = dict(model.named_buffers())
     return made, any(not torch.equal(after[name], buffer) for name, buffer in before.items())

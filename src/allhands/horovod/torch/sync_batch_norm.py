@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from allhands.compat import BatchNormBase
 from allhands.errors import UserError
 from allhands.horovod import engine
 from allhands.horovod.reduce_ops import Sum
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNormBase):
     """BatchNorm whose mean and variance, in training, are those of all ranks' samples together,
     however many each has.
 

@@ -21,7 +21,7 @@ from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from allhands.compat import StorageInfo
 from allhands.loop.checkpoint.files import INDEX_FILE, MANIFEST_FILE, STATE_FILE, sha256, sync
 
 _SUM_SUFFIX = ".sha256"
@@ -137,14 +138,14 @@ class Reader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         tensors: dict[str, Any] = {}
-        stored: dict[MetadataIndex, _StorageInfo] = {}
+        stored: dict[MetadataIndex, StorageInfo] = {}
         for key, entry in json.loads((self.folder / INDEX_FILE).read_text()).items():
             chunks = []
             for number, chunk in enumerate(entry["chunks"]):
                 offsets, sizes = torch.Size(chunk["offsets"]), torch.Size(chunk["sizes"])
                 chunks.append(ChunkStorageMetadata(offsets, sizes))
                 # Path(…).name: a file of this folder, whatever the index says.
-                place = _StorageInfo(
+                place = StorageInfo(
                     Path(chunk["file"]).name, int(chunk["start"]), int(chunk["length"])
                 )
                 stored[MetadataIndex(key, offsets, number)] = place
