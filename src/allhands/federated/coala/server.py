@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from allhands.errors import UserError
+from allhands.federated.algorithms import Server
 from allhands.federated.coala.client import BaseClient, check_called, check_class, overrides
 from allhands.federated.coala.config import Config
 from allhands.federated.coala.datasets import FederatedDataset
-
-if TYPE_CHECKING:
-    from allhands.federated.coala.server_rounds import ServerRounds
+from allhands.world import World
 
 #: Names under which COALA's servers work over a network, measure speeds and keep uploads.
 _NOT_CALLED = {
@@ -33,6 +32,39 @@ _NOT_CALLED = {
     "get_client_uploads": "aggregate(models, weights)",
     "gather_client_train_metrics": None,
 }
+
+
+class RoundsOfServer(Protocol):
+    """What a `BaseServer` asks of the rounds that call it; see `ServerRounds`."""
+
+    server: Server
+    world: World
+
+    def one_round(self) -> dict[str, dict[str, float]]: ...
+
+    def stages(self) -> None: ...
+
+    def ends(self) -> bool: ...
+
+    def draw(self, number: int) -> list[int]: ...
+
+    def train_cohort(self) -> None: ...
+
+    def apply(self) -> None: ...
+
+    def model(self) -> nn.Module: ...
+
+    def replace_model(self, given: Any) -> None: ...
+
+    def save(self) -> None: ...
+
+    def test(self, round_: int) -> dict[str, float]: ...
+
+    def test_in_server(self) -> dict[str, float]: ...
+
+    def test_in_client(self) -> dict[str, float]: ...
+
+    def say(self, text: str) -> None: ...
 
 
 class BaseServer:
@@ -66,7 +98,7 @@ class BaseServer:
         self.selected_clients: Sequence[BaseClient] = []
         self._clients: Sequence[BaseClient] = []
         self._model: nn.Module | None = None
-        self._rounds: ServerRounds
+        self._rounds: RoundsOfServer
 
     @property
     def _current_round(self) -> int:
