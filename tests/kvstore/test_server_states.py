@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from allhands.kvstore import RowSparse, Share, Trainer, create, placement, shard_keys
-from allhands.kvstore.server_states import taken_apart
+from allhands.kvstore.server_states import take_apart
 from allhands.kvstore.store_state import StoreState, read_states
 from tests.kvstore.serving import Job, Weights, error_of, job, same, weights_of
 from tests.kvstore.training import OPTIMIZERS, SIZES, by_hand, largest_difference, model, take_steps
@@ -172,12 +172,12 @@ def test_states_that_do_not_fit_are_told_on_the_worker_that_loads(tmp_path: Path
         pieces = store._pieces
         return [
             error_of(
-                lambda: taken_apart(
+                lambda: take_apart(
                     StoreState(1, {"v": {"momentum_buffer": torch.zeros(4)}}, {}), pieces, {}, 2
                 )
             ),
             error_of(
-                lambda: taken_apart(
+                lambda: take_apart(
                     StoreState(1, {"w": {"momentum_buffer": torch.zeros(5)}}, {}), pieces, {}, 2
                 )
             ),

@@ -31,7 +31,7 @@ def function(name: str) -> Made:
     """
     place, _, wanted = name.rpartition(":")
     module = (
-        _of_file(Path(place).expanduser().absolute()) if place.endswith(".py") else _imported(place)
+        _of_file(Path(place).expanduser().absolute()) if place.endswith(".py") else _import(place)
     )
     found = getattr(module, wanted, None)
     if not callable(found):
@@ -45,7 +45,7 @@ def function(name: str) -> Made:
     return made
 
 
-def _imported(name: str) -> Any:
+def _import(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -140,24 +140,24 @@ class Scaled(Codec):
         if not len(values):
             return torch.empty(0, dtype=torch.uint8, device=values.device)
         scales, levels = self.levels(values)
-        packed = self._packed(levels.flatten()[: len(values)])
+        packed = self._pack(levels.flatten()[: len(values)])
         return torch.cat([scales.flatten().float().view(torch.uint8), packed])
 
     def _decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
         begin = 4 * self.scales(len(out))
         wide = torch.promote_types(out.dtype, torch.float32)
         scales = _numbers(data[:begin], torch.float32).to(wide)
-        levels = self.blocks(self._unpacked(data[begin:], len(out)).to(wide))
+        levels = self.blocks(self._unpack(data[begin:], len(out)).to(wide))
         out.copy_((levels * scales[:, None]).flatten()[: len(out)])
 
     @abstractmethod
     def _level_bytes(self, count: int) -> int: ...
 
     @abstractmethod
-    def _packed(self, levels: torch.Tensor) -> torch.Tensor: ...
+    def _pack(self, levels: torch.Tensor) -> torch.Tensor: ...
 
     @abstractmethod
-    def _unpacked(self, data: torch.Tensor, count: int) -> torch.Tensor: ...
+    def _unpack(self, data: torch.Tensor, count: int) -> torch.Tensor: ...
 
 
 class Int8(Scaled):
@@ -183,10 +183,10 @@ class Int8(Scaled):
     def _level_bytes(self, count: int) -> int:
         return count
 
-    def _packed(self, levels: torch.Tensor) -> torch.Tensor:
+    def _pack(self, levels: torch.Tensor) -> torch.Tensor:
         return levels.to(torch.int8).view(torch.uint8)
 
-    def _unpacked(self, data: torch.Tensor, count: int) -> torch.Tensor:
+    def _unpack(self, data: torch.Tensor, count: int) -> torch.Tensor:
         return data.view(torch.int8)
 
 
@@ -216,10 +216,10 @@ class OneBit(Scaled):
     def _level_bytes(self, count: int) -> int:
         return -(-count // 8)
 
-    def _packed(self, levels: torch.Tensor) -> torch.Tensor:
+    def _pack(self, levels: torch.Tensor) -> torch.Tensor:
         return _pack_bits(levels > 0)
 
-    def _unpacked(self, data: torch.Tensor, count: int) -> torch.Tensor:
+    def _unpack(self, data: torch.Tensor, count: int) -> torch.Tensor:
         return _unpack_bits(data, count).float().sub_(0.5).mul_(2)
 
 

@@ -80,7 +80,7 @@ class SplitFeed(IterableFeed):
         with self._reading(epoch, 0) as loaded:
             while True:
                 batches, counts, own, mark = next(loaded, ((), (), 0, 0))
-                seen = self._gathered([own, len(batches), mark])
+                seen = self._gather([own, len(batches), mark])
                 if not self._looked:
                     self._looked = True
                     self._compare(seen)
@@ -112,7 +112,7 @@ class SplitFeed(IterableFeed):
                 )
                 passed = skip = 0
 
-    def _gathered(self, own: list[int]) -> list[list[int]]:
+    def _gather(self, own: list[int]) -> list[list[int]]:
         rows = torch.tensor([own], dtype=torch.int64, device=self.world.device)
         return [row[0].tolist() for row in all_gather_rows(rows, self.world)]
 

@@ -77,7 +77,7 @@ class RoundCheckpoints(Checkpoints):
         return {
             "format": _FORMAT,
             "model": loop.model.state_dict(),
-            "rounds": {**rounds, "history": _packed(rounds["history"])},
+            "rounds": {**rounds, "history": _pack(rounds["history"])},
             "algorithm": loop.rounds.algorithm.name,
             "clients": len(loop.rounds.clients),
             "optimizer": settings.optimizer.state_dict(),
@@ -124,9 +124,7 @@ class RoundCheckpoints(Checkpoints):
                 f"resume: the checkpoint is of another model or optimizer: {error}"
             ) from None
         loop.read_model()
-        rounds.load_state_dict(
-            {**state["rounds"], "history": _unpacked(state["rounds"]["history"])}
-        )
+        rounds.load_state_dict({**state["rounds"], "history": _unpack(state["rounds"]["history"])})
         loop.epoch = loop.global_step = rounds.server.round
         loop.schedule.load_state_dict(state["scheduler"])
         loop.best, loop.best_round = state["best"], state["best_epoch"]
@@ -145,7 +143,7 @@ class RoundCheckpoints(Checkpoints):
         )
 
 
-def _packed(history: Mapping[str, Any]) -> dict[str, Any]:
+def _pack(history: Mapping[str, Any]) -> dict[str, Any]:
     """A history whose lists of clients are tensors: a cohort of 1,000 over 500 rounds is half a
     million numbers."""
     return {
@@ -168,7 +166,7 @@ def _as_tensors(rows: list[list[int]]) -> dict[str, torch.Tensor]:
     }
 
 
-def _unpacked(history: Mapping[str, Any]) -> dict[str, Any]:
+def _unpack(history: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: [part.tolist() for part in value["clients"].split(value["counts"].tolist())]
         if isinstance(value, dict) and value.keys() == {"clients", "counts"}

@@ -111,8 +111,8 @@ class ClientStates:
             lengths = {name: rows.shape[1] for name, rows in found.items()}
             if state and lengths != self.lengths:
                 raise UserError(
-                    f"the clients of the checkpoint keep {_described(lengths)}, and this run's "
-                    f"{_described(self.lengths)}; "
+                    f"the clients of the checkpoint keep {_describe(lengths)}, and this run's "
+                    f"{_describe(self.lengths)}; "
                     "resume with the algorithm, the options and the model of that run"
                 )
             for row, client in enumerate(state["clients"].tolist() if state else ()):
@@ -124,7 +124,7 @@ class ClientStates:
                     }
 
 
-def _described(lengths: Mapping[str, int]) -> str:
+def _describe(lengths: Mapping[str, int]) -> str:
     return (
         ", ".join(f"'{name}' of {length} numbers" for name, length in lengths.items()) or "nothing"
     )

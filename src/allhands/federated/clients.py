@@ -117,12 +117,12 @@ class Clients:
             )
         owner = np.repeat(np.arange(len(self)), self.sizes)
         place = np.arange(len(owner)) - np.repeat(self.offsets[:-1], self.sizes)
-        keys = _mixed(
-            _mixed(
+        keys = _mix(
+            _mix(
                 np.arange(len(self), dtype=np.uint64) ^ np.uint64(derive_seed(seed, "client tests"))
             )
         )
-        drawn = _mixed(_mixed(keys[owner] ^ place.astype(np.uint64)))
+        drawn = _mix(_mix(keys[owner] ^ place.astype(np.uint64)))
         order = np.lexsort((drawn, owner))  # each client's own samples, shuffled
         for_tests = np.zeros(len(owner), dtype=bool)
         for_tests[order[place < np.repeat(tests, self.sizes)]] = True
@@ -152,7 +152,7 @@ class Clients:
         )
 
 
-def _mixed(z: np.ndarray) -> np.ndarray:
+def _mix(z: np.ndarray) -> np.ndarray:
     """Random bits of 64-bit numbers (uint64, any shape): the finalizer of splitmix64 (Steele, Lea
     and Flood, 2014)."""
     with np.errstate(over="ignore"):

@@ -54,7 +54,7 @@ class FederatedSettings:
         self.evaluate_every, self.devices_per_client = evaluate_every, devices_per_client
         self._check_counts()
         self.partition = partition
-        self.algorithm = named(algorithm, ALGORITHMS, "algorithm")
+        self.algorithm = _object_of(algorithm, ALGORITHMS, "algorithm")
         parse(executor)  # raises for a name or an option that there is not
         self.executor, self.stages = executor, _stages_for(self.algorithm, stages)
         if isinstance(local_layers, str):
@@ -74,10 +74,10 @@ class FederatedSettings:
             chosen(merged_old(compress, compression, "Federated", "compression"))
         )
         self.privacy, self.systems = (
-            _made(privacy, Privacy, "privacy"),
-            _made(systems, Systems, "systems"),
+            _make(privacy, Privacy, "privacy"),
+            _make(systems, Systems, "systems"),
         )
-        self.sites: Sites | None = _made(sites, Sites, "sites")
+        self.sites: Sites | None = _make(sites, Sites, "sites")
         if self.sites is not None and clients is not None:
             self.sites.check_clients(clients)
         self.on_client_failure, self.client_retries = on_client_failure, client_retries
@@ -113,7 +113,7 @@ def _stages_for(algorithm: Algorithm, stages: type[Rounds]) -> type[Rounds]:
     return BufferedRounds
 
 
-def named(given: Any, known: dict[str, Any], what: str) -> Any:
+def _object_of(given: Any, known: dict[str, Any], what: str) -> Any:
     """The object that a name, or ``{"name": …, option: …}``, stands for; any other object as it is.
 
     Raises:
@@ -139,7 +139,7 @@ def named(given: Any, known: dict[str, Any], what: str) -> Any:
     return known[name](**options)
 
 
-def _made(given: Any, kind: Any, what: str) -> Any:
+def _make(given: Any, kind: Any, what: str) -> Any:
     """An object of `kind` from its options in a dict; None and such an object as they are.
 
     Raises:

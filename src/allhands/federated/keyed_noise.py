@@ -33,7 +33,7 @@ def hashed(count: int, key: torch.Tensor) -> torch.Tensor:
         key: int32, shape ``[]``, for bits of shape ``[count]``; ``[clients, 1]`` for ``[clients,
             count]``.
     """
-    return _mixed(_spread(count, key.device), key)
+    return _mix(_spread(count, key.device), key)
 
 
 def _spread(count: int, device: torch.device) -> torch.Tensor:
@@ -41,7 +41,7 @@ def _spread(count: int, device: torch.device) -> torch.Tensor:
     return places ^ (places >> 16)
 
 
-def _mixed(places: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+def _mix(places: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     # C++ may take it that signed products do not overflow, and then x * 3 < 0 is x < 0.
     if torch.compiler.is_compiling():
         bits = ((places ^ key).long() * _MIX).int()
@@ -79,7 +79,7 @@ class Keyed(nn.Module):
         places = self._places.get(count)
         if places is None or places.device != device:
             places = self._places[count] = _spread(count, device)
-        return _mixed(places, (self.key.long() + call * _SPREAD).int() if call else self.key)
+        return _mix(places, (self.key.long() + call * _SPREAD).int() if call else self.key)
 
 
 class KeyedDropout(Keyed):

@@ -111,7 +111,7 @@ def _curves(history: Mapping[str, Any]) -> str:
                 plot.set(xlabel=label, ylabel=kind)
                 plot.legend(fontsize=8)
 
-    return "<h2>Curves</h2>" + _drawn(
+    return "<h2>Curves</h2>" + _draw(
         draw, (4.5 * len(axes), 3 * len(kinds)), "values over rounds, bytes and virtual time"
     )
 
@@ -128,7 +128,7 @@ def _clients(sizes: Sequence[int] | None, last: Mapping[str, Sequence[float]] | 
             plot.hist(list(values), bins=min(40, max(5, len(values) // 2)))
             plot.set(xlabel=label, ylabel="clients")
 
-    return "<h2>Clients</h2>" + _drawn(
+    return "<h2>Clients</h2>" + _draw(
         draw, (5.0 * len(shown), 3), "how samples and times are spread over clients"
     )
 
@@ -165,7 +165,7 @@ def _schedule(last: Mapping[str, Sequence[float]], round_: int) -> str:
         )
         plot.set_yticks(ranks)
 
-    picture = _drawn(
+    picture = _draw(
         draw, (10, 1.2 + 0.4 * len(ranks)), "which rank trained which client, for how long"
     )
     return f"<h2>Devices in round {round_ + 1}</h2>" + picture
@@ -197,7 +197,7 @@ def _table(rows: Mapping[str, Any]) -> str:
     return f"<table>{''.join(cells)}</table>"
 
 
-def _drawn(draw: Callable[[Any], None], size: tuple[float, float], what: str) -> str:
+def _draw(draw: Callable[[Any], None], size: tuple[float, float], what: str) -> str:
     figure, room = new_figure(*size, what="a report"), io.BytesIO()
     draw(figure)
     figure.savefig(room, format="svg", metadata={"Date": None})

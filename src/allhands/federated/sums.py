@@ -70,7 +70,7 @@ class Sums:
             weights: float64, shape ``[clients]``.
         """
         total, factors = self._vectors[name], (weights * self.scale).to(rows.device, torch.float64)
-        self._weights[name] += _rounded(factors).sum()
+        self._weights[name] += _round(factors).sum()
         if rows.device.type != "cpu":
             total += _summed(rows, factors)
             return
@@ -119,7 +119,7 @@ class Sums:
         return {name: table[:, column] for name, column in self._column.items()}
 
 
-def _rounded(values: torch.Tensor) -> torch.Tensor:
+def _round(values: torch.Tensor) -> torch.Tensor:
     return values.add(_GRID).sub_(_GRID)
 
 

@@ -14,7 +14,7 @@ from allhands.kvstore.comeback import come_back, join
 from allhands.kvstore.optimizers import OptimizerSpec
 from allhands.kvstore.placement import KeyPiece, dtype_name
 from allhands.kvstore.server_link import LAST
-from allhands.kvstore.server_states import put_together, taken_apart
+from allhands.kvstore.server_states import put_together, take_apart
 from allhands.kvstore.store_links import StoreLinks
 from allhands.kvstore.store_state import StoreState
 from allhands.kvstore.values import RowSparse
@@ -159,7 +159,7 @@ class Connected(StoreLinks):
 
     def _give_state(self, state: StoreState) -> None:
         for link, part in zip(
-            self.links, taken_apart(state, self._pieces, self.tables, len(self.links)), strict=True
+            self.links, take_apart(state, self._pieces, self.tables, len(self.links)), strict=True
         ):
             number, pending = link.expect()
             data = save(part)

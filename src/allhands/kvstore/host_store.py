@@ -29,7 +29,7 @@ from allhands.kvstore.served import ServedStore
 from allhands.kvstore.shared_calls import SharedCalls
 from allhands.kvstore.store import KVStore, Share, Step
 from allhands.kvstore.store_modes import Mode
-from allhands.kvstore.store_state import StoreState, packed, part_of, unpacked
+from allhands.kvstore.store_state import StoreState, pack_state, part_of, unpack_state
 from allhands.kvstore.values import RowSparse
 from allhands.launch import worker
 from allhands.world import World, init
@@ -204,7 +204,7 @@ class HostStore(KVStore):
         clip_norm: float | None = None,
     ) -> Step:
         self._check_optimizer("update")
-        dense, rows = self._checked_gradients(grads)
+        dense, rows = self._check_gradients(grads)
         if rows and dense and clip_norm is not None:
             raise UserError(
                 f"clip_norm over keys of rows and others in create('{self.type}'), where rows do "
@@ -372,8 +372,8 @@ class HostStore(KVStore):
     def state(self) -> StoreState:
         self._meet("state", None)
         found: list[bytes] = []
-        self._lead(lambda store: found.append(packed(store.state())))
-        state = unpacked(self._group.spread_bytes(found[0] if found else None))
+        self._lead(lambda store: found.append(pack_state(store.state())))
+        state = unpack_state(self._group.spread_bytes(found[0] if found else None))
         if self._rows is not None:
             rows = self._rows.state()
             state.tensors |= rows.tensors

@@ -66,7 +66,7 @@ class LocalStore(LocalKeys):
         clip_norm: float | None = None,
     ) -> Step:
         self._check_optimizer("update")
-        self._checked_gradients(grads)
+        self._check_gradients(grads)
         for name in outs:
             self._known(name)
         check_clip_norm(clip_norm)

@@ -84,7 +84,7 @@ class Narrow:
             sent[piece.server].append(data)
         total = torch.empty(len(bucket.part), dtype=values.dtype)
         counts = [piece.stop - piece.start for _, _, piece in bucket.pieces(self._rank)]
-        for rank, received in enumerate(swap([_joined(one) for one in sent])):
+        for rank, received in enumerate(swap([_join(one) for one in sent])):
             data = received.split([self._up_codec.nbytes(count) for count in counts])
             for one, target in zip(data, total.split(counts), strict=True):
                 decoded = torch.empty(len(target))
@@ -170,5 +170,5 @@ class Narrow:
 _OK = torch.zeros(1, dtype=torch.uint8)
 
 
-def _joined(data: Sequence[torch.Tensor]) -> torch.Tensor:
+def _join(data: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(list(data)) if data else torch.empty(0, dtype=torch.uint8)

@@ -336,7 +336,7 @@ class ChunkOptimizer:
                     f"the state '{name}' has shape {list(value.shape)}; the chunk has "
                     f"{list(self.weights.shape)}"
                 )
-        state = self._checked(
+        state = self._check(
             {name: value for name, value in tensors.items() if name != "master"}, numbers
         )
         if self._master is not None:
@@ -346,7 +346,7 @@ class ChunkOptimizer:
         if state:
             self._optimizer.state[self._param] = state
 
-    def _checked(
+    def _check(
         self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, float]
     ) -> dict[str, Any]:
         """The state as torch keeps it."""

@@ -302,8 +302,8 @@ def first_rows(table: RowSparse, ids: torch.Tensor) -> torch.Tensor:
     if table.std == 0:
         return torch.zeros(len(ids), table.columns, dtype=table.dtype)
     pairs = -(-table.columns // 2)
-    of_row = _mixed(_mixed(ids + 1) ^ _mixed(torch.tensor(table.seed)))
-    bits = _mixed(of_row[:, None] + torch.arange(1, pairs + 1) * _ODD)
+    of_row = _mix(_mix(ids + 1) ^ _mix(torch.tensor(table.seed)))
+    bits = _mix(of_row[:, None] + torch.arange(1, pairs + 1) * _ODD)
     # Never 0, of which there is no logarithm.
     high = ((bits >> 32 & 0xFFFFFFFF).double() + 0.5) / 2**32
     low = (bits & 0xFFFFFFFF).double() * (2 * math.pi / 2**32)
@@ -315,7 +315,7 @@ def first_rows(table: RowSparse, ids: torch.Tensor) -> torch.Tensor:
 _ODD = -7046029254386353131  # 0x9E3779B97F4A7C15, an odd number near 2**64 / the golden ratio
 
 
-def _mixed(numbers: torch.Tensor) -> torch.Tensor:
+def _mix(numbers: torch.Tensor) -> torch.Tensor:
     """Hashes of 64 bits, by the finalizer of SplitMix64 (Steele, Lea and Flood 2014).
     Multiplication wraps around."""
     numbers = (numbers ^ (numbers >> 30 & (1 << 34) - 1)) * -4658895280553007687
@@ -338,7 +338,7 @@ class _Index:
         """The slot of each id, -1 where there is none; int64."""
         found = torch.full_like(ids, -1)
         mask = len(self._ids) - 1
-        which, place = torch.arange(len(ids)), _mixed(ids) & mask
+        which, place = torch.arange(len(ids)), _mix(ids) & mask
         while len(which):
             there = self._ids[place]
             hit = there == ids
@@ -358,7 +358,7 @@ class _Index:
             self._ids = torch.full((size,), _EMPTY)
             self._slots = torch.empty(size, dtype=torch.int32)
         mask = len(self._ids) - 1
-        place = _mixed(ids) & mask
+        place = _mix(ids) & mask
         while len(ids):
             free = self._ids[place] == _EMPTY
             # Several may want one place; whose id is there after all have written has it.

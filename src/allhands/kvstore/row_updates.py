@@ -22,7 +22,7 @@ def _of_steps(
     )[which, None]
 
 
-def _decayed(rows: torch.Tensor, grads: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
+def _decay(rows: torch.Tensor, grads: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
     return grads.add(rows, alpha=options["weight_decay"]) if options["weight_decay"] != 0 else grads
 
 
@@ -32,7 +32,7 @@ def _sgd(
     states: dict[str, torch.Tensor],
     options: dict[str, Any],
 ) -> None:
-    grads = _decayed(rows, grads, options)
+    grads = _decay(rows, grads, options)
     momentum = options["momentum"]
     if momentum != 0:
         buffer = states["momentum_buffer"]
@@ -49,7 +49,7 @@ def _adagrad(
     states: dict[str, torch.Tensor],
     options: dict[str, Any],
 ) -> None:
-    grads = _decayed(rows, grads, options)
+    grads = _decay(rows, grads, options)
     rate = _of_steps(
         states["step"], rows, lambda step: -options["lr"] / (1 + (step - 1) * options["lr_decay"])
     )
@@ -64,7 +64,7 @@ def _adam(
     options: dict[str, Any],
 ) -> None:
     if not options.get("decoupled_weight_decay", False):
-        grads = _decayed(rows, grads, options)
+        grads = _decay(rows, grads, options)
     elif options["weight_decay"] != 0:
         rows.mul_(1 - options["lr"] * options["weight_decay"])
     beta1, beta2 = options["betas"]
@@ -93,7 +93,7 @@ def _rmsprop(
     states: dict[str, torch.Tensor],
     options: dict[str, Any],
 ) -> None:
-    grads = _decayed(rows, grads, options)
+    grads = _decay(rows, grads, options)
     alpha, square = options["alpha"], states["square_avg"]
     square.mul_(alpha).addcmul_(grads, grads, value=1 - alpha)
     if options["centered"]:

@@ -97,12 +97,12 @@ class ServedStore(ServedSteps):
         for name, values in narrow.items():
             check_finite(name, values)
         return {
-            one.number: self._encoded(one, name, values)
+            one.number: self._encode(one, name, values)
             for name, values in narrow.items()
             for one in self._pieces[name]
         }
 
-    def _encoded(self, piece: KeyPiece, name: str, flat: torch.Tensor) -> torch.Tensor:
+    def _encode(self, piece: KeyPiece, name: str, flat: torch.Tensor) -> torch.Tensor:
         assert self._codec is not None
         compressor = self._compressors.get(piece.number)
         if compressor is None:
@@ -148,7 +148,7 @@ class ServedStore(ServedSteps):
         groups: Sequence[Mapping[str, Any]] | None,
         clip_norm: float | None,
     ) -> Step:
-        dense, rows = self._checked_gradients(grads)
+        dense, rows = self._check_gradients(grads)
         self._check_all(outs, "out")
         self._check_read(grads)
         told = None if groups is None else [dict(group) for group in groups]
@@ -284,7 +284,7 @@ class ServedStore(ServedSteps):
         if any(name in self.tables for name, _ in given):
             super().pushpull(key, value, out, priority, weight)
             return
-        values = {name: self._checked(name, one) for name, one in given}
+        values = {name: self._check(name, one) for name, one in given}
         outs = {
             name: list(one) if isinstance(one, (list, tuple)) else [one] for name, one in targets
         }

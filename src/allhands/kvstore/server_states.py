@@ -52,7 +52,7 @@ def put_together(
     return state
 
 
-def taken_apart(
+def take_apart(
     state: StoreState, pieces: Pieces, tables: Collection[str], servers: int
 ) -> list[dict[str, torch.Tensor]]:
     """Each server's part, for `load_state` there. `tables`: the keys that hold rows.

@@ -247,7 +247,7 @@ class Shard(ShardKeys):
                 release()
                 part.skip()
             else:
-                options = self._damped(meta.options(part.group), part.group, stale)
+                options = self._damp(meta.options(part.group), part.group, stale)
                 part.step_alone(meta, values, release, room, options)
                 with self._lock:
                     meta.staleness = max(meta.staleness, stale)
@@ -256,7 +256,7 @@ class Shard(ShardKeys):
         self._serve(part)
         self._part_done(meta, 1)
 
-    def _damped(
+    def _damp(
         self, options: dict[str, Any] | None, group: int, stale: int
     ) -> dict[str, Any] | None:
         """The options of a step, whose learning rate may be lower where it is stale."""

@@ -212,7 +212,7 @@ def changed(name: str, options: Mapping[str, Any], new: Mapping[str, Any]) -> di
         for option, value in new.items()
     }
     whole = {**options, **checked}
-    _accepted(name, _frozen(whole))
+    _accepted(name, _freeze(whole))
     return whole
 
 
@@ -223,14 +223,14 @@ def layout_of(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: torch refuses the options, or the update of one number depends on others.
     """
-    return _layout(name, _frozen(options))
+    return _layout(name, _freeze(options))
 
 
 def _entries() -> Iterable[EntryPoint]:
     return entry_points(group="allhands.optimizers")
 
 
-def _frozen(options: Mapping[str, Any]) -> str:
+def _freeze(options: Mapping[str, Any]) -> str:
     return json.dumps(options, sort_keys=True)
 
 

@@ -215,7 +215,7 @@ class KVStore(StoreKeys, ABC):
         """
         share = Share() if weight is None else Share(weight, 1.0)
         for name, given in self._in_order(self._pairs(key, value)):
-            self._push(name, self._checked(name, given), int(priority), share)
+            self._push(name, self._check(name, given), int(priority), share)
 
     def pull(
         self,

@@ -76,7 +76,7 @@ class StoreKeys:
                 f"but the key was initialised with {list(shape)} and {dtype}"
             )
 
-    def _checked(self, name: str, given: Any) -> torch.Tensor:
+    def _check(self, name: str, given: Any) -> torch.Tensor:
         """The sum over the devices of what is pushed, of the right form."""
         table = self.tables.get(name)
         values = several(given, name)
@@ -93,7 +93,7 @@ class StoreKeys:
             self._check_like(name, value, "the value")
         return sum_on_one_device(values)
 
-    def _checked_gradients(self, grads: Mapping[str, torch.Tensor]) -> tuple[Gradients, Gradients]:
+    def _check_gradients(self, grads: Mapping[str, torch.Tensor]) -> tuple[Gradients, Gradients]:
         """The gradients of dense keys, and those of rows, all of the right form."""
         dense, rows = {}, {}
         for name, grad in grads.items():

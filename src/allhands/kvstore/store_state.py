@@ -101,8 +101,8 @@ def read_states(path: str | os.PathLike[str]) -> tuple[StoreState, OptimizerSpec
     return state, OptimizerSpec(told["name"], tuple(told["groups"])) if told else None
 
 
-def packed(state: StoreState) -> bytes:
-    """`state` as bytes, to be sent; `unpacked` is the way back."""
+def pack_state(state: StoreState) -> bytes:
+    """`state` as bytes, to be sent; `unpack_state` is the way back."""
     names = [(key, what) for key, values in state.tensors.items() for what in values]
     about = json.dumps([state.step, state.numbers, names]).encode()
     tensors = {
@@ -112,8 +112,8 @@ def packed(state: StoreState) -> bytes:
     return len(about).to_bytes(8) + about + save(tensors)
 
 
-def unpacked(data: bytes) -> StoreState:
-    """What `packed` was given."""
+def unpack_state(data: bytes) -> StoreState:
+    """What `pack_state` was given."""
     end = 8 + int.from_bytes(data[:8])
     step, numbers, names = json.loads(data[8:end])
     state, tensors = StoreState(step, {}, numbers), load(data[end:])

@@ -98,7 +98,7 @@ class Trainer:
         self._optimizer, self._spec, reason = build_optimizer(
             optimizer, options, [slot.first for slot in self._slots]
         )
-        self._store = self._chosen_store(kvstore)
+        self._store = self._choose_store(kvstore)
         self._on_store = self._where(kvstore, update_on_kvstore, reason)
         self._num_update = 0
         self._reduced = False
@@ -113,7 +113,7 @@ class Trainer:
             self._store.set_gradient_compression(compression_params)
         self._start()
 
-    def _chosen_store(self, kvstore: KVStore | str | None) -> KVStore:
+    def _choose_store(self, kvstore: KVStore | str | None) -> KVStore:
         if isinstance(kvstore, KVStore):
             if kvstore.optimizer is not None:
                 raise UserError(

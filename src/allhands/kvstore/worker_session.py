@@ -131,7 +131,7 @@ class WorkerSession:
         if chunk.down is not None:
             try:
                 data, flags = (
-                    self._compressed(chunk)
+                    self._compress(chunk)
                     if self.shard.synchronous
                     else self._change(chunk, chunk.down)
                 )
@@ -149,7 +149,7 @@ class WorkerSession:
             data = chunk.weights if self.shard.synchronous else chunk.weights.clone()
             self._out.put([pack(Kind.VALUE, nbytes=data.nbytes, **header), data])
 
-    def _compressed(self, chunk: Chunk) -> tuple[torch.Tensor, Flag]:
+    def _compress(self, chunk: Chunk) -> tuple[torch.Tensor, Flag]:
         """What the last round has changed, the same for all workers; the whole value for one that
         has not the one before."""
         had = self._given.get(chunk.number) == (chunk.version - 1, chunk.outside)

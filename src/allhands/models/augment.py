@@ -80,12 +80,12 @@ class RandomCrop(PerImage):
         rows = torch.arange(high, device=x.device) + moves[:, :1]
         columns = torch.arange(wide, device=x.device) + moves[:, 1:]
         if self.mode == "reflect":
-            rows, columns = _mirrored(rows, high), _mirrored(columns, wide)
-            return _gathered(x, rows, columns)
+            rows, columns = _mirror(rows, high), _mirror(columns, wide)
+            return _gather(x, rows, columns)
         inside = ((rows >= 0) & (rows < high))[:, :, None] & ((columns >= 0) & (columns < wide))[
             :, None
         ]
-        moved = _gathered(x, rows.clamp(0, high - 1), columns.clamp(0, wide - 1))
+        moved = _gather(x, rows.clamp(0, high - 1), columns.clamp(0, wide - 1))
         return torch.where(inside[:, None], moved, torch.zeros((), dtype=x.dtype, device=x.device))
 
     def extra_repr(self) -> str:
@@ -122,11 +122,11 @@ def _sides(layer: nn.Module, x: torch.Tensor) -> tuple[int, int]:
     return x.shape[2], x.shape[3]
 
 
-def _mirrored(places: torch.Tensor, size: int) -> torch.Tensor:
+def _mirror(places: torch.Tensor, size: int) -> torch.Tensor:
     return size - 1 - (size - 1 - places.abs()).abs()
 
 
-def _gathered(x: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+def _gather(x: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """The pixels at `rows`, ``[N, H]``, and `columns`, ``[N, W]``: an index, as it must work
     recorded and under `vmap`."""
     places = (rows[:, :, None] * x.shape[3] + columns[:, None]).flatten(1)

@@ -299,7 +299,7 @@ class _CapturedStep:
             parameter.grad = gradient  # an eager step of another shape has left its own there
         for output, target, *measured in self._observed:
             if self._keeps:  # the next replay overwrites what this one gives
-                take.observe(_copied(output), _copied(target), *measured)
+                take.observe(_copy(output), _copy(target), *measured)
             else:
                 take.observe(output, target, *measured)
 
@@ -310,7 +310,7 @@ def _on(leaf: Any, device: torch.device) -> Any:
     return leaf.to(device, non_blocking=True, copy=True) if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _copied(value: Any) -> Any:
+def _copy(value: Any) -> Any:
     return pytree.tree_map(
         lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, value
     )

@@ -62,7 +62,7 @@ class MeanCheck:
             return
         if size == 1:
             self._pooled.append(map_known((output, target), torch.Tensor.detach))
-            joined = _joined(self._pooled) if 2 <= len(self._pooled) <= _POOLED else None
+            joined = _join(self._pooled) if 2 <= len(self._pooled) <= _POOLED else None
             if joined is None:
                 return
             (output, target), size = joined, len(self._pooled)
@@ -237,7 +237,7 @@ def _common_length(output: Any, target: Any) -> int | None:
     return lengths.pop() or None
 
 
-def _joined(parts: list[Any]) -> Any:
+def _join(parts: list[Any]) -> Any:
     """Trees of one row each as one tree; None where they do not fit together."""
     leaves = [leaves_of(part) for part in parts]
     if any(

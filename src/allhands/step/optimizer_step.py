@@ -139,7 +139,7 @@ class OptimizerStep:
                 weight = self.scale * whole / max(total, 1) if self.alone else self.scale
                 self._over_batch(batches, counts, weight)
             elif self.passes is not None:
-                self._driven(self.passes, batches, counts, weights, factors, counted)
+                self._drive(self.passes, batches, counts, weights, factors, counted)
             else:
                 self._one_by_one(batches, counts, weights, factors, counted, idle)
         except NonFiniteLossError as error:
@@ -239,7 +239,7 @@ class OptimizerStep:
             with self.exchange.no_exchange(), self.label("backward"):
                 torch.autograd.backward(leaves, slopes)
 
-    def _driven(
+    def _drive(
         self,
         passes: Passes,
         batches: Sequence[Any],

@@ -85,11 +85,11 @@ class WholeBatch:
         leaves = [_leaves(part) for part in parts]
         own = [torch.cat(column) for column in zip(*leaves, strict=True)]
         if self.world.world_size > 1:
-            own = self._gathered(own)
+            own = self._gather(own)
         columns = iter(own)
         return map_known(parts[0], lambda _: next(columns)) if parts else None
 
-    def _gathered(self, own: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _gather(self, own: list[torch.Tensor]) -> list[torch.Tensor]:
         forms = [[list(leaf.shape[1:]), str(leaf.dtype).removeprefix("torch.")] for leaf in own]
         head = json.dumps([self.share, self.counts, len(own[0]) if own else 0, forms])
         heads = [json.loads(text) for text in all_gather_text(head, self.world)]

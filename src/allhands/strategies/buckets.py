@@ -63,7 +63,7 @@ class Buckets:
         self._exchanging = True
         self._launched = 0
         # A training that fails leaves its parameters to the next one.
-        made = weakref.WeakMethod(self._made)
+        made = weakref.WeakMethod(self._on_gradient)
 
         def hook(parameter: torch.Tensor) -> None:
             note = made()
@@ -110,7 +110,7 @@ class Buckets:
         for hook in self._hooks:
             hook.remove()
 
-    def _made(self, parameter: torch.Tensor) -> None:
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
         if not self._exchanging:
             return
         bucket = self._of[id(parameter)]

@@ -112,10 +112,10 @@ def _walk(value: Any, path: str, change: Callable[[str, dict[Any, Any]], dict[An
             path, {key: _walk(item, f"{path}/{key}", change) for key, item in value.items()}
         )
     if isinstance(value, (list, tuple)):
-        return type(value)(list(_numbered(value, path, change)))
+        return type(value)(list(_number(value, path, change)))
     return value
 
 
-def _numbered(values: Any, path: str, change: Any) -> Iterator[Any]:
+def _number(values: Any, path: str, change: Any) -> Iterator[Any]:
     for number, item in enumerate(values):
         yield _walk(item, f"{path}/{number}", change)

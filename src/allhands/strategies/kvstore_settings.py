@@ -72,15 +72,15 @@ class KVStoreSettings:
             )
         self.find_unused_parameters = find_unused_parameters
         self.check_weights_every = 0 if self.alone else check_weights_every
-        self.compress, self.narrows_weights = self._checked_compress(
+        self.compress, self.narrows_weights = self._check_compress(
             merged_old(compress, compression, "KVStore", "compression")
         )
         self.exact = not self.alone and self.compress is None
-        self.options = self._checked_options(
+        self.options = self._check_options(
             damping, snapshot_every, snapshot_dir, on_worker_loss, mirror
         )
 
-    def _checked_compress(
+    def _check_compress(
         self, given: str | Mapping[str, Any] | None
     ) -> tuple[dict[str, Any] | None, bool]:
         """What the store is told, None where nothing is lost; and whether weights come back in
@@ -101,7 +101,7 @@ class KVStoreSettings:
             )
         return (None, False) if push == pull == NO_CODEC else ({**push, "pull": pull}, narrows)
 
-    def _checked_options(
+    def _check_options(
         self,
         damping: bool,
         snapshot_every: int,

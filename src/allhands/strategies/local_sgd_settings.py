@@ -50,11 +50,11 @@ class LocalSGDSettings:
                 "weights alone"
             )
         self.every, self.fragments, self.mix = every, fragments, float(mix)
-        self.outer = _checked_outer(outer)
+        self.outer = _check_outer(outer)
         self.sent = self.sent_for_means = 0
 
 
-def _checked_outer(given: Any) -> dict[str, Any]:
+def _check_outer(given: Any) -> dict[str, Any]:
     """The outer optimizer with all its numbers."""
     wanted = {"name": given} if isinstance(given, str) else given
     example = "{'name': 'nesterov', 'lr': 0.7, 'momentum': 0.9}"

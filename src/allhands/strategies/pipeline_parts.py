@@ -56,7 +56,7 @@ def chain_of(model: nn.Module) -> list[Part]:
         return [_said(model, link) for link in model.chain()]  # type: ignore[operator]
     if type(model) is nn.Sequential:
         return [_module_part(name) for name in _in_sequential(model, "")]
-    return _traced(model)
+    return _trace(model)
 
 
 def _refuse_hooks(model: nn.Module, name: str, module: nn.Module) -> None:
@@ -112,7 +112,7 @@ class _Tracer(fx.Tracer):
         return type(m) is not nn.Sequential
 
 
-def _traced(model: nn.Module) -> list[Part]:
+def _trace(model: nn.Module) -> list[Part]:
     kind = type(model).__name__
     arguments = inspect.signature(model.forward).parameters.values()
     needed = [

@@ -163,7 +163,7 @@ class StagedModel(nn.Module):
         super().__init__()
         merged = chunks[0]
         for chunk in chunks[1:]:
-            merged = _merged(merged, chunk)
+            merged = _merge(merged, chunk)
         self.__dict__["_parameters"] = merged._parameters
         self.__dict__["_buffers"] = merged._buffers
         self.__dict__["_modules"] = merged._modules
@@ -203,7 +203,7 @@ class StagedModel(nn.Module):
         return self
 
 
-def _merged(one: nn.Module, other: nn.Module) -> nn.Module:
+def _merge(one: nn.Module, other: nn.Module) -> nn.Module:
     if one is other:
         return one
     both = copy.copy(one)
@@ -212,7 +212,7 @@ def _merged(one: nn.Module, other: nn.Module) -> nn.Module:
     modules: dict[str, nn.Module | None] = dict(one._modules)
     for name, child in other._modules.items():
         before = modules.get(name)
-        modules[name] = child if before is None or child is None else _merged(before, child)
+        modules[name] = child if before is None or child is None else _merge(before, child)
     both.__dict__["_modules"] = modules
     return both
 

@@ -99,7 +99,7 @@ def resolve(
     styles = _match(model, plan)
     modules = dict(model.named_modules())
     for name in styles:
-        styles[name] = _completed(model, name, styles[name], modules)
+        styles[name] = _complete(model, name, styles[name], modules)
         _check_module(name, modules[name], styles[name], tp)
     whole = [
         name for name, style in styles.items() if style.kind in ("colwise", "rowwise", "vocab")
@@ -147,7 +147,7 @@ def _style(pattern: str, given: Any) -> Style:
                 "has 'parts' and 'heads'"
             )
         check_whole(f"Tensor(plan={{{pattern!r}: …}}): {option}", value)
-    # 0 parts: not said, see _completed.
+    # 0 parts: not said, see _complete.
     return Style(kind, options.get("parts", 0), options.get("heads"))
 
 
@@ -182,9 +182,7 @@ def _match(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Style]:
     return styles
 
 
-def _completed(
-    model: nn.Module, name: str, style: Style, modules: Mapping[str, nn.Module]
-) -> Style:
+def _complete(model: nn.Module, name: str, style: Style, modules: Mapping[str, nn.Module]) -> Style:
     """The style with its number of parts, where a colwise module may hold several; refused where it
     cannot be told."""
     module, parent = modules[name], modules.get(name.rpartition(".")[0], model)

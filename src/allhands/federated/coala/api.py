@@ -202,7 +202,7 @@ def run() -> Result:
     if federation.ran:
         raise UserError("run was called twice; call init again for another training")
     server, rounds, pool = _build(federation)
-    rounds.say(_described(federation, rounds))
+    rounds.say(_describe(federation, rounds))
     server.start(rounds.model(), pool)
     result = Result(rounds.history, rounds.model().cpu())
     # What was trained is let go now, with its share of the world's store, which must not outlive
@@ -226,7 +226,7 @@ def _now(function: str) -> _Federation:
     return _federation
 
 
-def _described(federation: _Federation, rounds: ServerRounds) -> str:
+def _describe(federation: _Federation, rounds: ServerRounds) -> str:
     conf, world = federation.conf, federation.world
     processes = "1 process" if world.world_size == 1 else f"{world.world_size} processes"
     with_name = f"{conf.task_id}: " if conf.task_id else ""

@@ -69,7 +69,7 @@ def _writers(data: CoalaData, seed: int) -> tuple[FederatedDataset, FederatedDat
             ) / entry.std[0]
             made.append((pixels, torch.from_numpy(arrays["y"].astype(np.int64)), arrays["writer"]))
     (x, y, writers), (test_x, test_y, _) = made
-    kept, names = _chosen(writers, data, seed)
+    kept, names = _choose(writers, data, seed)
     train = TensorDataset(x[kept], y[kept])
     return _by_name(train, names), FederatedDataset(TensorDataset(test_x, test_y))
 
@@ -99,14 +99,14 @@ def _speakers(data: CoalaData, seed: int) -> tuple[FederatedDataset, FederatedDa
 
     train = np.flatnonzero(~tests)
     if data.split_type == "niid":
-        kept, names = _chosen(speakers[who[train]], data, seed)
+        kept, names = _choose(speakers[who[train]], data, seed)
         train = train[kept]
         test = np.flatnonzero(tests & (np.isin(speakers[who], names) | data.user))
         return _by_name(taken(train), names), _by_name(taken(test), speakers[who[test]])
     return FederatedDataset(taken(train)), FederatedDataset(taken(np.flatnonzero(tests)))
 
 
-def _chosen(owners: np.ndarray, data: CoalaData, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def _choose(owners: np.ndarray, data: CoalaData, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Whole clients with at least `min_size` samples, drawn until `data_amount` of all samples is
     reached: the samples' places, and their owners."""
     _, place, sizes = np.unique(owners, return_inverse=True, return_counts=True)

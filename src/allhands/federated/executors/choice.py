@@ -75,9 +75,9 @@ class Auto(Executor):
         chosen = kinds[int(slowest.argmin())] if bool(slowest.isfinite().any()) else Serial
         if world is None or world.rank == 0:
             print(f"executor: {chosen.name} (a step of a client: {', '.join(said)})", flush=True)
-        return self._made(chosen)
+        return self._make(chosen)
 
-    def _made(self, kind: type[Executor]) -> Executor:
+    def _make(self, kind: type[Executor]) -> Executor:
         return kind(replace(self.work, model=copy.deepcopy(self.work.model)), self.server)
 
     def _time(
@@ -95,7 +95,7 @@ class Auto(Executor):
         if refusal is not None:
             return float("inf"), f"refuses: {refusal}"
         try:
-            made = self._made(kind)
+            made = self._make(kind)
             made.train(jobs, states, forget)
             wait_for(self.server.device)
             began = time.perf_counter()

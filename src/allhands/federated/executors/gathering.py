@@ -57,15 +57,15 @@ class Gathered:
             torch.cat([one.samples for one in kept]),
             torch.cat([one.steps for one in kept]),
             torch.cat([one.loss for one in kept]),
-            _joined([one.start_loss for one in kept]),
+            _join([one.start_loss for one in kept]),
             own,
-            _joined([one.integers for one in kept]),
+            _join([one.integers for one in kept]),
         )
         wait_for(self.rows.device)
         sink(whole, (time.perf_counter() - self._began) / len(kept))
         self._began = time.perf_counter()
 
 
-def _joined(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
+def _join(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
     there = [part for part in parts if part is not None]
     return torch.cat(there) if there else None

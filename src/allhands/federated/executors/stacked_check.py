@@ -29,7 +29,7 @@ def differs_from_alone(work: ExecutorContext, server: Server) -> str | None:
     pads = MaskedLoss(work.local.criterion).masks and not look(work, server).couples
     if work.local.precision != "fp32":
         try:
-            found = _compared(replace(work, samples=given), server, pads, 1.0)
+            found = _compare(replace(work, samples=given), server, pads, 1.0)
         except Exception as error:
             return f"its step in {work.local.precision} cannot be batched over clients ({error})"
         if found is not None:
@@ -39,10 +39,10 @@ def differs_from_alone(work: ExecutorContext, server: Server) -> str | None:
             )
         work = replace(work, local=replace(work.local, precision="fp32"))
     try:
-        found = _compared(*_in_float64(replace(work, samples=given), server), pads, 1e-6)
+        found = _compare(*_as_float64(replace(work, samples=given), server), pads, 1e-6)
     except Exception:  # whatever it is, what counts is what the model does as it is
         try:
-            found = _compared(
+            found = _compare(
                 replace(work, samples=given),
                 server,
                 pads,
@@ -57,7 +57,7 @@ def differs_from_alone(work: ExecutorContext, server: Server) -> str | None:
     )
 
 
-def _in_float64(work: ExecutorContext, server: Server) -> tuple[ExecutorContext, Server]:
+def _as_float64(work: ExecutorContext, server: Server) -> tuple[ExecutorContext, Server]:
     model, criterion = copy.deepcopy(work.model).double(), copy.deepcopy(work.local.criterion)
     if isinstance(criterion, torch.nn.Module):
         criterion.double()
@@ -75,7 +75,7 @@ def _in_float64(work: ExecutorContext, server: Server) -> tuple[ExecutorContext,
     )
 
 
-def _compared(work: ExecutorContext, server: Server, pads: bool, tolerance: float) -> str | None:
+def _compare(work: ExecutorContext, server: Server, pads: bool, tolerance: float) -> str | None:
     """What differs between two stacked clients and two single ones, whose data are all samples of
     `work`."""
     losses, layout = Losses(work, server), server.layout

@@ -35,8 +35,8 @@ class UnfoldedConv2d(nn.Conv2d):
         # At once, for the backward passes take what was given.
         if torch.is_autocast_enabled(input.device.type):
             narrow = torch.get_autocast_dtype(input.device.type)
-            input, weight = _narrowed(input, narrow), _narrowed(weight, narrow)
-            bias = None if bias is None else _narrowed(bias, narrow)
+            input, weight = _narrow(input, narrow), _narrow(weight, narrow)
+            bias = None if bias is None else _narrow(bias, narrow)
         given = _pair(self.stride), _pair(self.padding), _pair(self.dilation)
         places = _length(input, weight, given, 0) * _length(input, weight, given, 1)
         if (
@@ -55,7 +55,7 @@ def _pair(value: Any) -> Pair:
     return tuple(value)
 
 
-def _narrowed(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _narrow(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """As autocast does it: float64 stays."""
     return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
 
@@ -177,7 +177,7 @@ class _Product(torch.autograd.Function):
                     if small
                     else torch.bmm(factors.expand(len(input), -1, -1), turned)
                 )
-                by_input = _folded(by_patches, small, input, weight, gradient.shape[2:], given)
+                by_input = _fold(by_patches, small, input, weight, gradient.shape[2:], given)
             else:
                 by_input = _by_input(gradient, input, weight, *given)
         if ctx.needs_input_grad[1]:
@@ -202,7 +202,7 @@ def _patches(
     return seen[..., ::apart, ::beside].permute(0, 1, 4, 5, 2, 3)
 
 
-def _folded(
+def _fold(
     by_patches: torch.Tensor,
     small: bool,
     input: torch.Tensor,

@@ -47,16 +47,18 @@ def pack(rows: Mapping[str, torch.Tensor], bounds: Sequence[int] | None = None) 
         values = tensor.detach().cpu().contiguous().numpy()
         is_row = tensor.is_floating_point() and tensor.dim() == 1
         places = _others(values) if is_row else None
-        coded = _coded(values, bounds) if is_row and places is None and bounds is not None else None
+        coded = (
+            _encode(values, bounds) if is_row and places is None and bounds is not None else None
+        )
         if places is not None:
             record[f"{name}.{_PLACES}"], record[f"{name}.{_VALUES}"] = (
-                _packed(places),
-                _packed(values[places]),
+                _pack(places),
+                _pack(values[places]),
             )
         elif coded is not None:
-            record.update({f"{name}.{part}": _packed(array) for part, array in coded.items()})
+            record.update({f"{name}.{part}": _pack(array) for part, array in coded.items()})
         else:
-            record[name] = _packed(values)
+            record[name] = _pack(values)
     return record
 
 
@@ -79,8 +81,8 @@ def unpack(record: Mapping[str, Array], expected: Expected) -> dict[str, torch.T
             )
             continue
         for parts, read in (
-            ((_PLACES, _VALUES), _scattered),
-            ((_CODES, _PALETTE, _COUNTS, _BOUNDS), _decoded),
+            ((_PLACES, _VALUES), _scatter),
+            ((_CODES, _PALETTE, _COUNTS, _BOUNDS), _decode),
         ):
             if (
                 all(f"{name}.{part}" in left for part in parts)
@@ -118,7 +120,7 @@ def _others(values: np.ndarray) -> np.ndarray | None:
     return np.flatnonzero(bits).astype(f"<i{width}")
 
 
-def _coded(values: np.ndarray, bounds: Sequence[int]) -> dict[str, np.ndarray] | None:
+def _encode(values: np.ndarray, bounds: Sequence[int]) -> dict[str, np.ndarray] | None:
     """A row as a palette for each part and a code for each number; None where some part has too
     many different numbers."""
     bits = values.view(f"<u{values.dtype.itemsize}")
@@ -143,7 +145,7 @@ def _coded(values: np.ndarray, bounds: Sequence[int]) -> dict[str, np.ndarray] |
     }
 
 
-def _packed(values: np.ndarray) -> Array:
+def _pack(values: np.ndarray) -> Array:
     return Array(values.astype(values.dtype.newbyteorder("<"), copy=False))
 
 
@@ -186,7 +188,7 @@ def _read(
     return values.astype(kind.newbyteorder("="))
 
 
-def _scattered(name: str, arrays: Sequence[Array], dtype: torch.dtype, length: int) -> torch.Tensor:
+def _scatter(name: str, arrays: Sequence[Array], dtype: torch.dtype, length: int) -> torch.Tensor:
     """A row from the places of what is not zero, and that."""
     places, values = arrays
     at = _read(f"{name}.{_PLACES}", places, (np.dtype("<i4"), np.dtype("<i8")), None, length)
@@ -198,7 +200,7 @@ def _scattered(name: str, arrays: Sequence[Array], dtype: torch.dtype, length: i
     return row
 
 
-def _decoded(name: str, arrays: Sequence[Array], dtype: torch.dtype, length: int) -> torch.Tensor:
+def _decode(name: str, arrays: Sequence[Array], dtype: torch.dtype, length: int) -> torch.Tensor:
     """A row from palettes and codes."""
     codes, palette, counts, bounds = arrays
     whole = np.dtype("<i8")

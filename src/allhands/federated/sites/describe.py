@@ -120,7 +120,7 @@ def _differences(here: Description, there: Description) -> list[str]:
         and here["labels"] != there["labels"]
     ):
         found.append(
-            f"the classes are {_listed(here['labels'])} here and {_listed(there['labels'])} at the "
+            f"the classes are {_list(here['labels'])} here and {_list(there['labels'])} at the "
             "server"
         )
     return found
@@ -192,5 +192,5 @@ def _frozen(model: nn.Module, trained: set[str]) -> str:
     return found.hexdigest()
 
 
-def _listed(labels: Sequence[str]) -> str:
+def _list(labels: Sequence[str]) -> str:
     return ", ".join(labels[:6]) + (f", … ({len(labels)})" if len(labels) > 6 else "")

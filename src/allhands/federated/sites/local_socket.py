@@ -110,7 +110,7 @@ class Listener:
     def _answer(self, peer: socket.socket, handle: Callable[[RecordDict], RecordDict]) -> None:
         peer.settimeout(_PATIENCE)
         try:
-            content = _received(peer)
+            content = _receive(peer)
         except (
             Exception
         ):  # whatever a peer says that cannot be read costs its own request, and no other
@@ -150,7 +150,7 @@ def ask(address: Path, content: RecordDict, patience: float = 60.0) -> RecordDic
         try:
             wire.introduce(peer, token, {})
             _send(peer, *_parts(content))
-            return _received(peer)
+            return _receive(peer)
         except wire.RefusedError:
             raise SocketError(
                 "the site's warm process refused the request: the token is not this site's"
@@ -206,7 +206,7 @@ def _send(peer: socket.socket, header: dict[str, Any], chunks: list[bytes]) -> N
         peer.sendall(chunk)
 
 
-def _received(peer: socket.socket) -> RecordDict:
+def _receive(peer: socket.socket) -> RecordDict:
     (length,) = _LENGTH.unpack(_take(peer, _LENGTH.size))
     if length > _MOST_HEADER:
         raise ValueError("the header is too long")

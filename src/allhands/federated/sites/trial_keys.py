@@ -112,7 +112,7 @@ def _make_server(
         signer = ec.generate_private_key(ec.SECP384R1())
         # A name of its own, so that two authorities are told apart in messages.
         name = _name(f"allhands trial authority {secrets.token_hex(4)}")
-        authority = _signed(
+        authority = _sign(
             name,
             name,
             signer.public_key(),
@@ -132,7 +132,7 @@ def _make_server(
             f"{left}, or another --out for a new authority"
         )
     key = ec.generate_private_key(ec.SECP384R1())
-    certificate = _signed(
+    certificate = _sign(
         _name(host), authority.subject, key.public_key(), signer, until, alternatives=alternatives
     )
     write_new(folder / SERVER_KEY, _private_bytes(key), private=True)
@@ -140,7 +140,7 @@ def _make_server(
     return [*made, folder / SERVER, folder / SERVER_KEY]
 
 
-def _signed(
+def _sign(
     subject: x509.Name,
     issuer: x509.Name,
     key: ec.EllipticCurvePublicKey,
