@@ -12,6 +12,8 @@ from tests.cluster.launching import shared_folder
 from tests.pages import run_page
 
 
+# rare: test_ssh.py has its commands.
+@pytest.mark.rare
 def test_the_page_about_ssh(hosts: Hosts) -> None:
     assert run_page("ssh.md", shared_folder(hosts, "docs"), hosts.environ()) >= 4
     assert hosts.left(5) == []

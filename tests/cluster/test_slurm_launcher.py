@@ -67,6 +67,8 @@ def test_a_worker_fails(slurm: Slurm, how: str, cause: str, code: int) -> None:
     assert slurm.left(5) == []
 
 
+# rare: test_ssh_failures.py switches a host off, and srun is killed in the test above.
+@pytest.mark.rare
 def test_a_node_is_cut_off(slurm: Slurm) -> None:
     words = ["-n", "2", "--launcher", "slurm", "--host-timeout", "4", "steps.py", "no"]
     with Launch(slurm, prepared(slurm), *words, within=ALLOCATION) as job:

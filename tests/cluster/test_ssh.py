@@ -7,6 +7,8 @@ import contextlib
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.cluster.hosts import DISK, Hosts
 from tests.cluster.launching import Launch, shared_folder
 
@@ -55,8 +57,7 @@ ODD = [
 
 
 def test_the_tutorials_command(hosts: Hosts) -> None:
-    """Two workers and two servers on two hosts, with the folder copied; as one string and as a list
-    of arguments."""
+    """Two workers and two servers on two hosts, with the folder copied; as one string."""
     folder = shared_folder(hosts, "cifar10_dist")
     (folder / "train.py").write_text(PROBE)
     for name in (".git", "logs", "data"):
@@ -85,8 +86,15 @@ def test_the_tutorials_command(hosts: Hosts) -> None:
         assert f"{host} ({hosts.address[host]}, eth0)" in said
     assert hosts.left(5) == []
 
+
+# rare: the command above is one string, and words of their own are in the test below.
+@pytest.mark.rare
+def test_the_tutorials_command_as_words(hosts: Hosts) -> None:
+    folder = shared_folder(hosts, "cifar10_dist")
+    target = f"{DISK}/cifar10_dist"
     (folder / "train.py").write_text(PROBE.replace("sys.argv[1:]", "sys.argv[1:2]"))
-    with Launch(hosts, folder, "-n", "3", *words[4:], "python", f"{target}/train.py", "a b") as job:
+    words = ["-n", "3", "-H", "hosts", "--sync-dst-dir", target, "--launcher", "ssh"]
+    with Launch(hosts, folder, *words, "python", f"{target}/train.py", "a b") as job:
         code, said = job.end()
     assert code == 0, said
     told = job.told()

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.running import EXAMPLES, program, run_in
+from allhands.cli.run_objects import train
+from allhands.config import read_run
+from tests.examples.running import EXAMPLES
 
 pytestmark = [pytest.mark.slow, pytest.mark.serial]
 
@@ -29,19 +31,15 @@ def losses(logdir: Path) -> list[tuple[float, float]]:
         ]
 
 
+@pytest.mark.usefixtures("preloaded")
 def test_shards_and_then_stages_train_what_one_process_does(
-    tmp_path: Path, shared_data: Path
+    tmp_path: Path, shared_data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ALLHANDS_DATA", str(shared_data))
+
     def run(*changes: str) -> None:
-        command = (
-            program("allhands"),
-            "run",
-            "-C",
-            str(EXAMPLES / "gpt" / "run.yml"),
-            *SMALL,
-            *changes,
-        )
-        run_in(tmp_path, *command, env={"ALLHANDS_DATA": str(shared_data), "OMP_NUM_THREADS": "1"})
+        train(read_run([EXAMPLES / "gpt" / "run.yml"], [*SMALL, *changes]))
 
     run("strategy=single", "workers=1", "data.batch_size=32", "num_epochs=2", "logdir=alone")
     run("strategy=fsdp", "workers=2", "data.batch_size=16", "num_epochs=1", "logdir=pieces")

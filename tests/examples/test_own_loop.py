@@ -21,10 +21,13 @@ def difference(case: Case, workers: int) -> float:
 
 @pytest.mark.serial
 @pytest.mark.parametrize("name", CASES)
-def test_workers_train_the_loop_by_hand(name: str) -> None:
+# rare on 2: 3 have what 2 have.
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.rare), 3])
+def test_workers_train_the_loop_by_hand(name: str, workers: int) -> None:
     case = CASES[name]()
-    assert difference(case, 1) < 1e-5
-    for workers in (2, 3):
+    if workers == 1:
+        assert difference(case, 1) < 1e-5
+    else:
         assert max(in_world(workers, difference, case, workers)) < 1e-5
 
 

@@ -59,6 +59,8 @@ def test_stage1_under_torchrun(tmp_path):
     assert "ddp, 2 workers on" in text
 
 
+# rare: under torchrun it takes the same way, and an own loop runs under allhands launch.
+@pytest.mark.rare
 def test_stage1_under_allhands_launch(tmp_path):
     script = str(EXAMPLES / "runner_tutorial" / "stage1.py")
     text = run_in(tmp_path, program("allhands"), "launch", "-n", "2", script)

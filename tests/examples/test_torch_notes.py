@@ -26,6 +26,8 @@ def check_send_recv(text: str) -> None:
     assert text.count("rank 1 has received [1.0, -1.0] from rank 0") == 1, text
 
 
+# rare: the next test runs the script under launchers.
+@pytest.mark.rare
 def test_send_recv(tmp_path):
     check_send_recv(run_example(tmp_path, "torch_notes/send_recv.py"))
 

@@ -19,5 +19,6 @@ def found(request: pytest.FixtureRequest) -> Found:
     """What every probe gave, by rank. One start a size, whatever the order of the tests."""
     workers = request.param
     if workers not in _KEPT:
-        _KEPT[workers] = run_in_world(workers)
+        rare = any(item.get_closest_marker("rare") for item in request.session.items)
+        _KEPT[workers] = run_in_world(workers, rare)
     return _KEPT[workers]

@@ -30,6 +30,8 @@ from tests.reference import Slope, mean_output
 from tests.worlds import in_world
 
 PROBES: dict[str, Callable[[], Any]] = {}
+#: Names of those that only tests marked as rare ask for.
+RARE: set[str] = set()
 
 
 LIMIT = 60  # seconds for a probe; after them its world ends, and shows where it was
@@ -42,11 +44,15 @@ def probe(function: Callable[[], Any]) -> Callable[[], Any]:
     return function
 
 
-def probe_each(cases: Iterable[str]) -> Callable[[Callable[[str], Any]], Callable[[str], Any]]:
-    """Have `function(case)` run in the shared worlds for each case, as a probe of its own."""
+def probe_each(
+    cases: Iterable[str], rare: Iterable[str] = ()
+) -> Callable[[Callable[[str], Any]], Callable[[str], Any]]:
+    """Have `function(case)` run in the shared worlds for each case, as a probe of its own; tests of
+    `rare` ones are marked so."""
 
     def register(function: Callable[[str], Any]) -> Callable[[str], Any]:
         PROBES.update({_name(function, case): functools.partial(function, case) for case in cases})
+        RARE.update(_name(function, case) for case in rare)
         return function
 
     return register
@@ -75,11 +81,11 @@ class Found:
         return [found[name]["value"] for found in self._ranks]
 
 
-def run_in_world(workers: int) -> Found:
-    """Every probe's result or error, by rank. Where one ends its world, those after it run in
-    another."""
+def run_in_world(workers: int, rare: bool) -> Found:
+    """Every probe's result or error, by rank, of rare ones if asked. Where one ends its world,
+    those after it run in another."""
     ranks: list[dict[str, Any]] = [{} for _ in range(workers)]
-    left = list(PROBES)
+    left = [name for name in PROBES if rare or name not in RARE]
     while left:
         failure = None
         with tempfile.TemporaryDirectory() as folder:

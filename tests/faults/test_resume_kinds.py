@@ -88,6 +88,11 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+# The others combine them, or are resumed in tests of their own strategy or data.
+COMMON = ("accumulated", "loader processes", "stream")
+RARE = [kind for kind in KINDS if kind not in COMMON]
+
+
 def loader(data: str, num_workers: int) -> DataLoader[Any]:
     plain = classification(SAMPLES)
     if data == "augmented":
@@ -141,7 +146,7 @@ def run(
     }
 
 
-@probe_each(KINDS)
+@probe_each(KINDS, rare=RARE)
 def resumed(kind: str) -> list[list[str]]:
     """Stop within the first epoch and within the second, go on, and say what differs from a run
     that was not stopped."""
@@ -160,6 +165,8 @@ def resumed(kind: str) -> list[list[str]]:
     return differing
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [*COMMON, *(pytest.param(kind, marks=pytest.mark.rare) for kind in RARE)]
+)
 def test_every_kind_of_training_goes_on_bit_for_bit(found: Found, kind: str) -> None:
     assert found(resumed, kind) == [[[], []]] * found.workers

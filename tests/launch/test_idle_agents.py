@@ -58,6 +58,8 @@ def test_an_agent_is_used_again_only_where_nothing_that_it_fixed_differs(
     assert spawn(agent, workers=2)[0] == first
 
 
+# rare: test_spawn.py has an agent that waits, for calls of which some fail.
+@pytest.mark.rare
 def test_a_call_that_is_refused_leaves_no_answer_to_the_next_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -69,6 +71,8 @@ def test_a_call_that_is_refused_leaves_no_answer_to_the_next_one(
         assert len(spawn(agent, workers=2)) == 2
 
 
+# rare: each worker is forked anew; test_spawn.py has many of one agent.
+@pytest.mark.rare
 def test_workers_are_as_clean_as_those_of_a_new_agent(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:

@@ -13,6 +13,8 @@ from tests.pages import run_page
 pytestmark = [pytest.mark.serial, pytest.mark.slow]
 
 
+# rare: the tests beside this one have its commands.
+@pytest.mark.rare
 @pytest.mark.usefixtures("mark")
 def test_the_page_about_launching(tmp_path: Path) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

@@ -83,19 +83,20 @@ def test_a_folder(job: Any) -> None:
     }
 
 
+# rare: what Python itself makes of an exception, which the others show.
 @pytest.mark.parametrize(
     ("body", "code"),
     [
         ("raise SystemExit", 0),
         ("raise SystemExit(7)", 7),
-        ("raise SystemExit(-1)", 255),
-        ("raise SystemExit(256 + 5)", 5),
-        ("raise SystemExit(None)", 0),
-        ("raise SystemExit('words')", 1),
-        ("raise SystemExit([1, 2])", 1),
+        pytest.param("raise SystemExit(-1)", 255, marks=pytest.mark.rare),
+        pytest.param("raise SystemExit(256 + 5)", 5, marks=pytest.mark.rare),
+        pytest.param("raise SystemExit(None)", 0, marks=pytest.mark.rare),
+        pytest.param("raise SystemExit('words')", 1, marks=pytest.mark.rare),
+        pytest.param("raise SystemExit([1, 2])", 1, marks=pytest.mark.rare),
         ("import os; os._exit(9)", 9),
         ("1 / 0", 1),
-        ("def", 1),
+        pytest.param("def", 1, marks=pytest.mark.rare),
         ("import not_there", 1),
         ("raise KeyboardInterrupt", 130),
     ],
@@ -132,6 +133,8 @@ def test_teardown_is_pythons_own(job: Any) -> None:
     assert ours[:2] == (0, python.stdout + ("" if python.stdout.endswith("\n") else "\n"))
 
 
+# rare: data/test_feed.py has loader processes in workers.
+@pytest.mark.rare
 @pytest.mark.serial
 def test_processes_and_loaders_inside_a_worker(job: Any) -> None:
     script = job.script(

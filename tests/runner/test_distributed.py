@@ -215,14 +215,9 @@ print("epochs", len(history["epoch"]))
 """
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        "script",
-        pytest.param("-c", marks=pytest.mark.rare),
-        pytest.param("stdin", marks=pytest.mark.rare),
-    ],
-)
+# rare: launch/test_spawn.py has it, and the scripts of examples/runner_tutorial have no guard.
+@pytest.mark.rare
+@pytest.mark.parametrize("how", ["script", "-c", "stdin"])
 def test_no_main_guard_is_needed(how: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     command = {"script": ["script.py"], "-c": ["-c", SCRIPT], "stdin": ["-"]}[how]

@@ -52,7 +52,8 @@ def measure_many() -> list[dict[str, float]]:
 
 
 @pytest.mark.serial
-@pytest.mark.parametrize("workers", [1, 2, 3])
+# rare on 2: 3 have what 2 have.
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.rare), 3])
 def test_every_sample_counts_once(workers: int) -> None:
     expected = [3.0, 13 / 3, 7.0]
     squares = [11.0, 35.0, 49.0]
@@ -82,7 +83,7 @@ def rank_metrics() -> list[float]:
 
 
 @pytest.mark.serial
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.rare), 3])
 def test_states_are_accumulated_not_averaged(workers: int) -> None:
     for f1, expected_f1, auc, expected_auc in in_world(workers, rank_metrics):
         assert f1 == pytest.approx(expected_f1)

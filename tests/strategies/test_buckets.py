@@ -53,7 +53,8 @@ def with_capture(run: Callable[..., Any], *args: Any) -> Any:
     return run(*args)
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+# rare on 2: 3 have what 2 have.
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.rare), 3])
 class TestOnWorkers:
     pytestmark = several
 

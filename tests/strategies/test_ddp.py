@@ -60,7 +60,8 @@ def slopes() -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+# rare on 2: 3 have what 2 have.
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.rare), 3])
 def test_gradients_are_means_over_samples(workers: int) -> None:
     """Each case is one global batch on two and more workers but not on one, where it takes several
     steps of lr 1."""
@@ -131,7 +132,8 @@ def check_counted_trainings(by_rank: list[list[dict[str, torch.Tensor]]]) -> Non
             assert relative_difference(found, model.state_dict()) < 1e-6, (name, accumulate)
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+# rare on 2: 3 have what 2 have.
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.rare), 3])
 def test_what_the_criterion_counts_is_what_is_averaged(workers: int) -> None:
     check_counted_trainings(in_world(workers, counted_trainings))
 

@@ -208,6 +208,8 @@ def not_a_number() -> str:
     return ""
 
 
+# rare: conformance trains the same under fsdp, on uneven data.
+@pytest.mark.rare
 @pytest.mark.serial
 @pytest.mark.usefixtures("preloaded")
 def test_shards_train_as_one_process_does() -> None:
@@ -277,7 +279,19 @@ class LeaveAfter(Callback):
 
 @pytest.mark.serial
 @pytest.mark.usefixtures("preloaded")
-def test_a_checkpoint_of_four_shards_goes_on_under_anything(tmp_path: Path) -> None:
+# rare: other numbers of workers, and meshes, which have tests of their own checkpoints.
+@pytest.mark.parametrize(
+    "goes_on",
+    [
+        [(2, FSDP()), (2, DDP()), (1, Single())],
+        pytest.param(
+            [(3, FSDP()), (2, Mesh(tp=2)), (2, Mesh(pp=2))], marks=pytest.mark.rare, id="rare"
+        ),
+    ],
+)
+def test_a_checkpoint_of_four_shards_goes_on_under_anything(
+    goes_on: list[tuple[int, Strategy]], tmp_path: Path
+) -> None:
     """From the middle of the second epoch, with the same samples, to the same weights and
     momentum."""
     weights, momentum, rate = train_tokens(
@@ -285,14 +299,6 @@ def test_a_checkpoint_of_four_shards_goes_on_under_anything(tmp_path: Path) -> N
     )
     left = str(tmp_path / "left")
     in_world(4, _leaving, left)
-    goes_on: list[tuple[int, Strategy]] = [
-        (2, FSDP()),
-        (3, FSDP()),
-        (2, DDP()),
-        (2, Mesh(tp=2)),
-        (2, Mesh(pp=2)),
-        (1, Single()),
-    ]
     for number, (workers, strategy) in enumerate(goes_on):
         logdir = str(tmp_path / f"on-{number}")
         resume = str(Path(left) / "checkpoints" / "last")

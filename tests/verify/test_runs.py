@@ -41,7 +41,10 @@ verified(runner=Slow(device="cpu"), steps=50)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+# rare: the signals take the same way.
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.rare)]
+)
 def test_a_signal_leaves_no_file_behind(number: signal.Signals) -> None:
     root = Path(__file__).parents[2]
     process = subprocess.Popen(

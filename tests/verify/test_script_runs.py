@@ -142,6 +142,7 @@ def test_the_optimizer_and_step_function_that_depend_on_the_rank_are_named(tmp_p
     assert "on rank 0" in row.causes[0]
 
 
+# rare: causes that are told as the others are.
 @pytest.mark.parametrize(
     ("code", "what", "said"),
     [
@@ -150,23 +151,26 @@ def test_the_optimizer_and_step_function_that_depend_on_the_rank_are_named(tmp_p
             "loss",
             "random numbers: the loop calls torch.randn_like (train.py:",
         ),
-        (
+        pytest.param(
             one("import numpy; return F.cross_entropy(loop.model(x * numpy.random.rand()), y)"),
             "loss",
             "random numbers: the loop calls numpy.random.rand (train.py:",
+            marks=pytest.mark.rare,
         ),
-        (
+        pytest.param(
             one(
                 "w = torch.ones(()); dist.all_reduce(w) if dist.is_initialized() else None; "
                 "return F.cross_entropy(loop.model(x), y) * w"
             ),
             "loss",
             "collective: the loop calls torch.distributed.all_reduce (train.py:",
+            marks=pytest.mark.rare,
         ),
-        (
+        pytest.param(
             one(model="nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))"),
             "loss",
             "BatchNorm: with 1 in evaluation mode the difference disappears",
+            marks=pytest.mark.rare,
         ),
         (
             one(model="nn.Sequential(nn.Linear(6, 9), nn.Dropout(0.5), nn.Linear(9, 3))"),

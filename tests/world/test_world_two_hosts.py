@@ -134,6 +134,8 @@ def test_slurm_on_two_hosts_whichever_has_rank_0(two_hosts: list[str], first: in
     assert [entry["local_rank"] for entry in told] == [0, 1, 0, 1]
 
 
+# rare: the hosts above are told by Slurm; world/test_world_processes.py counts on one.
+@pytest.mark.rare
 def test_local_ranks_are_counted_over_the_hosts_when_nobody_tells_them(
     two_hosts: list[str],
 ) -> None:

@@ -85,7 +85,10 @@ def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["cifar10", "cifar100", "mnist"])
+# rare: the test below reads CIFAR-10 in the same format.
+@pytest.mark.parametrize(
+    "name", [pytest.param("cifar10", marks=pytest.mark.rare), "cifar100", "mnist"]
+)
 def test_publishers_layout(official: Path, name: str) -> None:
     entry = info(name)
     for split in ("train", "test"):
