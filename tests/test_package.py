@@ -164,9 +164,6 @@ CLASSES_TWICE = {
     "Strategy": "a section of a run file has the name of what it configures",
     "KVStore": "MXNet's store, and the strategy that trains with it",
     "Report": "what the documented `verify` and `examine` return",
-    "Trial": "local to a function",
-    "_Measured": "carries a measurement out of handle_batch, in two strategies",
-    "_Summing": "private: a file with a checksum, and a criterion that sums",
 }
 MODULES_TWICE = {
     "__init__": "packages",

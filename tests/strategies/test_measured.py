@@ -204,5 +204,5 @@ def test_the_same_choice_on_all_ranks_and_nothing_else_is_changed(tmp_path: Path
         assert tried > 10 + 3 * 6
         assert found["notes of the resumed"][0].endswith("(measured before the checkpoint)")
         assert "is a stream" in found["stream"]
-        assert found["stream"].endswith("Set bucket_cap_mb to 25")
+        assert found["stream"].endswith("set bucket_cap_mb to 25")
         assert "handle_batch did not call the model" in found["inner"]

@@ -73,14 +73,7 @@ def train(
             settings.criterion.to(world.device)
         broadcast_tensors([*model.parameters(), *model.buffers()], world)
         layout = RowLayout(model, local.optimizer.groups)
-        server = Server(
-            layout,
-            layout.read(model),
-            layout.read_integers(model),
-            world.device,
-            len(clients),
-            settings.seed,
-        )
+        server = Server.of(model, layout, world.device, len(clients), settings.seed)
         # The executor's own: it binds the weights into rows and replaces layers of dropout.
         work = ExecutorContext(
             copy.deepcopy(model), local, strategy.algorithm, samples, clients, settings.seed

@@ -97,7 +97,7 @@ class LossRule:
             self.counts_targets = True
             self._ignore_index = options.get("ignore_index", -100)
             self._class_weights = options.get("weight")
-            self.call = _Summing(criterion)
+            self.call = _SumCriterion(criterion)
         self.mean_call: Criterion = criterion
         self.over_batch = isinstance(criterion, OverBatch)
         self.pairs: bool | None = None
@@ -276,7 +276,7 @@ def _of_torch(function: Any) -> bool:
     return module.startswith(("torch.nn.", "torch._C._nn"))
 
 
-class _Summing:
+class _SumCriterion:
     """A functional criterion, or a partial of one, called with ``reduction="sum"``; a class so that
     it pickles."""
 

@@ -23,7 +23,7 @@ from allhands.strategies.measured import (
     backward_of,
     candidates_for,
     fastest,
-    on_training_data,
+    on_first_samples,
     said,
     without_gradients,
 )
@@ -126,7 +126,7 @@ class DDPExchange(Exchange):
         cap, times = None, {}
         candidates = candidates_for(sum(p.nbytes for _, p in self.trained))
         if len(candidates) > 1:
-            cap, times = on_training_data(
+            cap, times = on_first_samples(
                 measure_on,
                 lambda call: fastest(lambda size: self._trial(size, call), candidates, self._world),
                 self._world.device,

@@ -15,6 +15,8 @@ from torch import nn
 
 from allhands.data import map_tensors
 from allhands.errors import UserError
+from allhands.strategies.base import TryOn
+from allhands.strategies.trial_call import on_training_data, wait_for
 from allhands.world import World
 
 #: In MB. None is PyTorch's own choice: 25, and 1 for the first bucket.
@@ -102,41 +104,21 @@ def said(cap: float | None, times: dict[float | None, float]) -> str:
     return f"{chosen} (measured: {measured})"
 
 
-def on_training_data(
-    try_on: Callable[[nn.Module, int], Any],
-    measure: Callable[[Callable[[nn.Module], Any]], Any],
-    device: torch.device,
+def on_first_samples(
+    try_on: TryOn, measure: Callable[[Callable[[nn.Module], Any]], Any], device: torch.device
 ) -> Any:
     """What ``measure(call)`` gives, where ``call(module)`` calls a module as the runner calls the
-    model, on the first samples.
+    model; see `on_training_data`."""
 
-    It runs in the training's precision; random draws are put back.
-
-    Args:
-        try_on: see `allhands.strategies.base.BindOptions`.
-
-    Raises:
-        UserError: the data cannot be read before the training begins, or handle_batch does not call
-            the model.
-    """
-
-    class Trial(nn.Module):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            raise _Measured(measure(lambda module: module(*args, **kwargs)))
+    def measure_call(*args: Any, **kwargs: Any) -> Any:
+        return measure(lambda module: module(*args, **kwargs))
 
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            try_on(Trial(), 1)
-    except _Measured as found:
-        return found.result
+        return on_training_data(try_on, 1, measure_call, device)
     except UserError as error:
         raise UserError(
-            f"DDP(bucket_cap_mb='measured'): {error}. Set bucket_cap_mb to {_USUAL}"
+            f"DDP(bucket_cap_mb='measured'): {error}. Or set bucket_cap_mb to {_USUAL}"
         ) from None
-    raise UserError(
-        "DDP(bucket_cap_mb='measured'): handle_batch did not call the model that it is given. Call "
-        f"model(…) itself, or set bucket_cap_mb to {_USUAL}"
-    )
 
 
 def backward_of(output: Any) -> None:
@@ -153,18 +135,11 @@ def without_gradients(parameters: Iterable[nn.Parameter]) -> None:
         parameter.grad = None
 
 
-class _Measured(BaseException):
-    """Carries the result out of handle_batch; past a user's ``except Exception``."""
-
-    def __init__(self, result: Any) -> None:
-        self.result = result
-
-
 def _seconds(step: Callable[[], object], world: World) -> float:
-    _wait(world.device)
+    wait_for(world.device)
     began = time.perf_counter()
     step()
-    _wait(world.device)
+    wait_for(world.device)
     return time.perf_counter() - began
 
 
@@ -173,11 +148,6 @@ def _slowest(seconds: float, world: World) -> float:
     value = torch.tensor([seconds], dtype=torch.float64, device=world.device)
     dist.all_reduce(value, dist.ReduceOp.MAX)
     return float(value)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _number(megabytes: float) -> str:

@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 
 from allhands.errors import UserError, did_you_mean
+from allhands.strategies.trial_call import on_training_data, wait_for
 
 # What a model may say of itself: the parts of its forward in order, each the name of a submodule,
 # or the name of a method and the names of what it uses.
@@ -342,23 +343,16 @@ def measured(
         taken = []
         for _ in range(repeats + 1):
             given = value.detach().requires_grad_() if needs else value
-            _wait(device)
+            wait_for(device)
             began = time.perf_counter()
             result = part.run(root, given)
             if isinstance(result, torch.Tensor) and result.requires_grad:
                 result.backward(torch.ones_like(result))
-            _wait(device)
+            wait_for(device)
             taken.append(time.perf_counter() - began)
         costs.append(statistics.median(taken[1:]))
         value = result.detach() if isinstance(result, torch.Tensor) else result
     return costs
-
-
-class _Measured(BaseException):
-    """Carries the costs out of handle_batch; past a user's ``except Exception``."""
-
-    def __init__(self, costs: list[float]) -> None:
-        self.costs = costs
 
 
 def measured_on(
@@ -384,22 +378,11 @@ def measured_on(
             "meta device. Write balance='parameters', or build the model on the CPU"
         )
 
-    class Trial(nn.Module):
-        def forward(self, value: Any) -> Any:
-            raise _Measured(measured(model, parts, value, device))
+    def measure(value: Any) -> list[float]:
+        return measured(model, parts, value, device)
 
-    devices = [device] if device.type == "cuda" else []
-    try:
-        with torch.random.fork_rng(devices):
-            try_on(Trial(), pieces)
-    except _Measured as found:
-        return found.costs
-    raise UserError("handle_batch did not call the model that it is given. Call model(…) itself")
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    costs: list[float] = on_training_data(try_on, pieces, measure, device)
+    return costs
 
 
 # ------------------------------------------------------------------ a stage's part of the model

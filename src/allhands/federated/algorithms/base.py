@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
@@ -61,6 +61,14 @@ class Server:
     local: LocalTraining | None = None
     world: World | None = None
     own: torch.Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, layout: RowLayout, device: torch.device, num_clients: int, seed: int
+    ) -> Self:
+        """A server whose global model is `model`."""
+        weights, integers = layout.read(model), layout.read_integers(model)
+        return cls(layout, weights, integers, device, num_clients, seed)
 
     def start(self, state: dict[str, torch.Tensor]) -> torch.Tensor:
         """The model that clients begin with, given what `ClientStates.get` gave: shape

@@ -392,14 +392,7 @@ def _build(federation: _Federation) -> tuple[BaseServer, ServerRounds, Pool]:
     algorithm.average_buffers = True
     # The order of samples follows client.seed too; the split, the cohorts and the weights do not.
     seed = derive_seed(conf.seed, "clients", conf.client.seed)
-    server = Server(
-        layout,
-        layout.read(model),
-        layout.read_integers(model),
-        world.device,
-        len(train.clients),
-        seed,
-    )
+    server = Server.of(model, layout, world.device, len(train.clients), seed)
     objects = trains_itself(_registered.client)
     local = LocalTraining(
         pool[0].load_loss_fn(conf.client),

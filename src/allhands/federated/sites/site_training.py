@@ -216,14 +216,7 @@ def _rounds(
     local = local_training(settings, strategy, source, runner.handle_batch)
     layout = RowLayout(model, local.optimizer.groups)
     check_dtype(layout.parameters[0].name, layout.dtype)
-    server = Server(
-        layout,
-        layout.read(model),
-        layout.read_integers(model),
-        world.device,
-        len(clients),
-        settings.seed,
-    )
+    server = Server.of(model, layout, world.device, len(clients), settings.seed)
     work = ExecutorContext(
         copy.deepcopy(model),
         local,

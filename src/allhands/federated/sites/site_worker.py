@@ -156,14 +156,7 @@ class SiteWorker:
         if self.tested is not None and len(self.tested):
             tests = (self.tested, torch.arange(len(self.tested)))
         model = definition.model
-        server = Server(
-            self.layout,
-            self.layout.read(model),
-            self.layout.read_integers(model),
-            world.device,
-            clients,
-            definition.seed,
-        )
+        server = Server.of(model, self.layout, world.device, clients, definition.seed)
         work = ExecutorContext(
             copy.deepcopy(model),
             self.local,

@@ -39,7 +39,7 @@ from allhands.loop.checkpoint.files import INDEX_FILE, MANIFEST_FILE, STATE_FILE
 _SUM_SUFFIX = ".sha256"
 
 
-class _Summing:
+class _ChecksumStream:
     """A file that sums up what is written to it, so that it need not be read again."""
 
     def __init__(self, raw: IO[bytes]) -> None:
@@ -54,7 +54,7 @@ class _Summing:
         return getattr(self.raw, name)
 
 
-class _SummingFiles(FileSystem):
+class _ChecksumFiles(FileSystem):
     """Makes the files that PyTorch's writer writes, and keeps their sums by name."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class _SummingFiles(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         with Path(path).open(mode) as raw:
-            stream = _Summing(raw)
+            stream = _ChecksumStream(raw)
             yield stream
         self.sums[Path(path).name] = stream.sum.hexdigest()
 
@@ -83,7 +83,7 @@ class Writer(FileSystemWriter):
         self, aside: Path, rest: bytes, summary: dict[str, Any], complete: Callable[[], None]
     ) -> None:
         super().__init__(aside, single_file_per_rank=True, sync_files=True, thread_count=1)
-        self.fs = self._files = _SummingFiles()
+        self.fs = self._files = _ChecksumFiles()
         self.aside = aside
         self.rest = rest
         self.summary = summary
