@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from allhands.compat import pytree
 from allhands.data import preserved_generators
 from allhands.data.trees import map_tensors
 from allhands.errors import UserError, kind_of
