@@ -16,6 +16,7 @@ from allhands.errors import UserError, WorldError
 from allhands.kvstore.parameter_server import ParameterServer
 from allhands.kvstore.rules import check_servers, rules_of
 from allhands.kvstore.served import ServedStore
+from allhands.kvstore.server_link import ServerLink
 from allhands.kvstore.store import Share
 from allhands.kvstore.store_modes import mode_named
 from allhands.kvstore.values import RowSparse
@@ -288,6 +289,30 @@ def test_rows_and_dense_keys_that_are_clipped_together_survive_too(lost: int) ->
         _same(expected[0], ours)
     norm = (expected[0]["w"] - 1).norm() ** 2 + expected[0]["t"].norm() ** 2
     assert 0.5 < norm**0.5 < 0.5 * 0.5 * 60  # bounded steps, which add up
+
+
+def test_a_norm_of_the_time_before_is_not_taken_for_the_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Square sums were on their way to a worker while it noticed that another server was lost."""
+    expected, _ = _train({})
+    stale: dict[int, dict[int, float]] = {}
+    begin, forget = ServedStore._begin, ServerLink.forget
+
+    def seen(store: ServedStore, *given: Any, **more: Any) -> Any:
+        begun = begin(store, *given, **more)
+        stale[begun[0]] = {0: 1e6}
+        return begun
+
+    def late(link: ServerLink) -> None:
+        forget(link)
+        link.squares.update(stale)
+
+    monkeypatch.setattr(ServedStore, "_begin", seen)
+    monkeypatch.setattr(ServerLink, "forget", late)
+    ours, _ = _train({3: lambda made: _restart(made, 1)})
+    assert stale
+    _same(expected, ours)
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,8 @@ def _once(store: StoreLinks) -> int | None:
             told: dict[str, Any] = link.answer(pending, "going back to a snapshot")
         except UserError as error:
             raise WorldError(str(error)) from error
+        # Since `forget`, square sums of the time before may have come, but none after this answer.
+        link.forget_answers()
         if step is not None:
             link.versions = {int(one): version for one, version in told["versions"].items()}
     for link in store.links:

@@ -152,6 +152,8 @@ class Mirror:
                 elif frame.kind != Kind.BEAT:
                     raise FrameError(f"it sent {frame.kind.name}")
                 with self._changed:
+                    if self._up is not up:
+                        return  # there is another connection, whose answers are counted anew
                     self._taken += 1
                     self._changed.notify_all()
                 waited = None

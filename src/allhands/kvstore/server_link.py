@@ -385,6 +385,10 @@ class ServerLink:
                 self._queue.get_nowait()
             except queue.Empty:
                 break
+        self.forget_answers()
+
+    def forget_answers(self) -> None:
+        """Drop what has come, and what is waited for, but for answers to requests."""
         with self.wait_state.changed:
             self.targets.clear()
             self.squares.clear()

@@ -4,7 +4,7 @@ connection of its own."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -189,6 +189,10 @@ class Shard(ShardKeys):
         """Apply a clipped step; the first worker that knows the norm of all servers says by how
         much."""
         with self._lock:
+            # No worker knows the norm before all parts are in. So this one is of the time before a
+            # server was lost, and the step that is open now has a commit of its own to come.
+            if not _all_in(self._clips.get(step, {}), self._clip_metas.get(step, ())):
+                return
             squares = self._clips.pop(step, None)
             self._clip_metas.pop(step, None)
         for number in squares or {}:
@@ -384,15 +388,16 @@ class Shard(ShardKeys):
 
     def drop_open(self) -> None:
         """Forget all that is open: rounds, clipped steps, barriers, and who waits."""
+        for part in list(self.parts.values()):
+            with part.lock:
+                part.drop()
+        # While a part is not dropped, pushes of the time before come into it, and what they add up
+        # to comes into these.
+        self.rounds.clear()
         with self._lock:
             for one in (self._clips, self._clip_metas, self._forms, self._barrier, self._initial):
                 one.clear()
         self._waits.clear()
-        for part in list(self.parts.values()):
-            with part.lock:
-                part.drop()
-        # last: while a chunk is not dropped, pushes of the time before come into it
-        self.rounds.clear()
 
     def join(self, session: Any, begins: dict[str, int]) -> list[str]:
         """Count a worker again, from these rounds on; the keys for which it is too late, as the
@@ -425,11 +430,16 @@ class Shard(ShardKeys):
             session.tell({"op": "failed", "error": self.failure})
 
 
-def _tell_squares(step: int, squares: dict[int, float], metas: list[Meta]) -> None:
-    """Give all workers the square sums of a step, once those of all its chunks are there.
+def _all_in(squares: Mapping[int, float], metas: Sequence[Meta]) -> bool:
+    """Whether the square sums of all parts of a step are there.
 
     No worker is known while the servers are going back to a snapshot.
     """
-    if metas and len(squares) >= metas[0].chunks:
+    return bool(metas) and len(squares) >= metas[0].chunks
+
+
+def _tell_squares(step: int, squares: dict[int, float], metas: list[Meta]) -> None:
+    """Give all workers the square sums of a step, once those of all its chunks are there."""
+    if _all_in(squares, metas):
         for meta in metas:
             meta.worker.tell({"op": "squares", "step": step, "squares": list(squares.items())})
