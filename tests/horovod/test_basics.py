@@ -163,6 +163,7 @@ def test_settings_come_from_horovods_variables() -> None:
     }
     assert settings.read(given) == settings.Settings(1024, 0, 2.5, 9.0, "t.json", 30.0)
     assert settings.read({}) == settings.Settings()
+    assert settings.read({"HOROVOD_TIMELINE": "dynamic"}).timeline == ""
     assert settings.read({"HOROVOD_STALL_CHECK_DISABLE": "1"}).stall_warn == 0
     with pytest.raises(
         UserError,
@@ -177,6 +178,7 @@ def test_the_timeline_is_a_chrome_trace(alone: None, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="call hvd.stop_timeline"):
         hvd.start_timeline(str(path))
     hvd.allreduce(torch.ones(1), name="loss")
+    assert "NEGOTIATE_ALLREDUCE" in path.read_text(), "it can be read while it is written"
     hvd.stop_timeline()
     events = [event for event in json.loads(path.read_text()) if event]
     assert [event["ph"] for event in events] == ["M", "B", "E", "B", "E"]

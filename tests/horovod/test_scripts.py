@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -98,6 +99,15 @@ def test_what_horovod_has_and_allhands_lacks_is_said(tmp_path: Path) -> None:
         "horovod.run is not here: write `allhands launch --horovod -np 4 script.py`" in done.stdout
     )
     assert "0.28.1 allhands.horovod.torch.reductions" in done.stdout
+
+
+def test_workers_have_horovods_variables(tmp_path: Path) -> None:
+    names = "RANK SIZE LOCAL_RANK LOCAL_SIZE CROSS_RANK CROSS_SIZE HOSTNAME"
+    values = " ".join(f"$HOROVOD_{name}" for name in names.split())
+    done = launch("-np", "2", "--", "sh", "-c", f"echo {values}", folder=tmp_path)
+    host = socket.gethostname()
+    lines = sorted(done.stdout.splitlines())
+    assert lines == [f"[{rank}] {rank} 2 {rank} 2 0 1 {host}" for rank in range(2)], done.stderr
 
 
 def test_the_name_is_for_the_workers_alone(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from allhands.errors import UserError, WorldError
 from allhands.horovod import engine, settings
 from allhands.horovod.exceptions import NotInitializedError
 from allhands.horovod.process_sets import ProcessSet, global_process_set
+from allhands.launch import horovod_alias
 
 _places: list[tuple[int, int]] = []  # of each rank: its node and its number there
 _made_world = False
@@ -65,6 +66,10 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
             _places = [(world.node_rank, world.local_rank)]
         _times += 1
         engine.set_current(engine.Engine(world, chosen, store))
+        # mpirun and srun set none of them.
+        own = {"RANK": rank(), "WORLD_SIZE": size(), "LOCAL_RANK": local_rank()}
+        own["LOCAL_WORLD_SIZE"] = local_size()
+        horovod_alias.set_variables(horovod_alias.variables(own, cross_rank(), cross_size()))
         atexit.unregister(shutdown)
         atexit.register(shutdown)  # after the world's own, so that it runs before that
         for process_set in (

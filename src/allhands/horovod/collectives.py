@@ -234,6 +234,8 @@ def rows_of(length: int, members: int, place: int) -> tuple[int, int]:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.numel():  # one that numpy has made may have a stride of 0
+        return tensor.new_empty(0, dtype=torch.uint8)
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 

@@ -13,10 +13,11 @@ class ProcessSet:
     ``hvd.init(process_sets=[...])``.
 
     Args:
-        ranks: different ranks of the world, counted from 0.
+        ranks_or_comm: different ranks of the world, counted from 0.
     """
 
-    def __init__(self, ranks: Iterable[int]) -> None:
+    def __init__(self, ranks_or_comm: Iterable[int]) -> None:
+        ranks = ranks_or_comm
         self.ranks: list[int] | None = sorted(int(rank) for rank in ranks)
         if not self.ranks or len(set(self.ranks)) != len(self.ranks) or self.ranks[0] < 0:
             raise UserError(

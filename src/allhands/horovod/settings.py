@@ -46,12 +46,13 @@ def read(environ: Mapping[str, str] = os.environ) -> Settings:
     warn = _number(environ, "HOROVOD_STALL_CHECK_TIME_SECONDS", plain.stall_warn)
     if environ.get("HOROVOD_STALL_CHECK_DISABLE", "0").strip() not in ("", "0"):
         warn = 0.0
+    timeline = environ.get("HOROVOD_TIMELINE", "").strip()
     return Settings(
         fusion_threshold=int(_number(environ, "HOROVOD_FUSION_THRESHOLD", plain.fusion_threshold)),
         cache_capacity=int(_number(environ, "HOROVOD_CACHE_CAPACITY", plain.cache_capacity)),
         stall_warn=warn,
         stall_stop=_number(environ, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", plain.stall_stop),
-        timeline=environ.get("HOROVOD_TIMELINE", "").strip(),
+        timeline="" if timeline.upper() == "DYNAMIC" else timeline,  # until hvd.start_timeline
         start_timeout=_number(environ, "HOROVOD_START_TIMEOUT", 0.0) or None,
     )
 

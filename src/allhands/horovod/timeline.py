@@ -39,7 +39,8 @@ class Timeline:
                     "a timeline is being written already; call hvd.stop_timeline() first"
                 )
             try:
-                self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 (until `stop`)
+                # Until `stop`; whole lines, so that it can be read while it is written.
+                self._file = open(path, "w", 1, encoding="utf-8")  # noqa: SIM115
             except OSError as error:
                 raise UserError(
                     f"the timeline {path!r} cannot be written: {error.strerror}"

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from allhands.launch import horovod_alias
 from allhands.launch.protocol import MARK
 
 # What a parameter-server process runs.
@@ -155,8 +156,11 @@ def tasks_of(
                 }
             )
         for local in range(place.workers):
+            own = env(rank, local)
+            across = [node for node, other in enumerate(places) if other.workers > local]
+            horovod = horovod_alias.variables(own, across.index(node_rank), len(across))
             there.append(
-                {**task, "rank": rank, "env": env(rank, local), "defaults": place.defaults}
+                {**task, "rank": rank, "env": own, "defaults": place.defaults, "horovod": horovod}
             )
             rank += 1
         tasks.append(there)

@@ -28,7 +28,7 @@ import types
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-from allhands.launch import processes
+from allhands.launch import horovod_alias, processes
 from allhands.launch.protocol import write_all
 from allhands.wire import encode
 
@@ -168,6 +168,7 @@ def enter(
     for fd in (out, err, *private):
         os.close(fd)
     os.environ.update(task["env"])
+    horovod_alias.set_variables(task.get("horovod", {}))
     for name, value in task.get("defaults", {}).items():
         os.environ.setdefault(name, value)
     _link = _AgentPipe(reports)

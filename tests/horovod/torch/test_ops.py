@@ -93,9 +93,11 @@ def rows() -> dict[str, Any]:
     sparse = torch.sparse_coo_tensor(
         torch.tensor([[rank, 3]]), torch.tensor([1.0, 3.0]), (4,), check_invariants=True
     )
-    found["sparse"] = hvd.synchronize(
-        hvd.sparse_allreduce_async(sparse, name="s", op=hvd.Average)
-    ).to_dense()
+    handle = hvd.sparse_allreduce_async(sparse, name="s", op=hvd.Average)
+    found["sparse"] = hvd.synchronize(handle).to_dense()
+    assert torch.equal(handle().to_dense(), found["sparse"]), "Horovod's handle is a function"
+    none = torch.as_strided(torch.zeros(1), (0,), (0,))  # as NumPy's empty arrays come
+    found["none"] = hvd.allgather(torch.ones(2) if rank == 1 else none)
     objects = hvd.allgather_object({"rank": rank, "numbers": np.arange(rank), "raw": bytes(rank)})
     found["objects"] = [
         (entry["rank"], entry["numbers"].tolist(), len(entry["raw"])) for entry in objects
@@ -114,6 +116,7 @@ def gradients() -> dict[str, Any]:
         "broadcast": lambda x: hvd.broadcast(x, 0),
         "alltoall": hvd.alltoall,
         "reducescatter": lambda x: hvd.reducescatter(x, op=hvd.Sum),
+        "mean scattered": hvd.reducescatter,
         "group": lambda x: sum(
             part.sum() for part in hvd.grouped_allreduce([x, 2 * x], op=hvd.Sum)
         ),
@@ -282,6 +285,7 @@ def test_rows(world: list[dict[str, Any]]) -> None:
         assert found["split"][1].tolist() == [len(wanted) // 3] * 3
         assert found["scattered"].tolist() == {0: [3.0, 6.0], 1: [9.0], 2: [12.0]}[rank]
         torch.testing.assert_close(found["sparse"], torch.tensor([1 / 3, 1 / 3, 1 / 3, 3.0]))
+        assert found["none"].tolist() == [1.0, 1.0]
         assert found["objects"] == [(0, [], 0), (1, [0], 1), (2, [0, 1], 2)]
         assert found["object"] == [1, ("a", None), {2.5: True}]
 
@@ -292,7 +296,8 @@ def test_gradients(world: list[dict[str, Any]]) -> None:
         assert found["allgather"].tolist() == [2.0] * 3
         assert found["broadcast"].tolist() == [2.0 if rank == 0 else 0.0] * 3
         assert found["alltoall"].tolist() == [1.0, 2.0, 3.0]
-        assert found["reducescatter"].tolist() == [1.0, 2.0, 3.0]
+        assert found["reducescatter"].tolist() == [3.0, 6.0, 9.0]
+        assert found["mean scattered"].tolist() == [1.0, 2.0, 3.0]
         assert found["group"].tolist() == [18.0] * 3
 
 

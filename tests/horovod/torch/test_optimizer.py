@@ -191,6 +191,8 @@ def variants() -> dict[str, Any]:
     found["state"] = kept_state()
     found["unused"] = unused()
     found["sparse"] = [sparse(as_dense) for as_dense in (False, True)]
+    found["apart"] = [apart(op) for op in (hvd.Average, hvd.Adasum)]
+    found["sampler"] = synced_sampler()
     found["scaler"] = skipped_step()
     found["adasum"] = adasum()
     found["refused"] = refusals()
@@ -268,6 +270,32 @@ def sparse(as_dense: bool) -> tuple[bool, torch.Tensor]:
     optimizer.step()
     assert table.weight.grad is not None
     return table.weight.grad.is_sparse, table.weight.detach()[:, 0].clone()
+
+
+def apart(op: Any) -> float:
+    """The weight after a step of a process set that has rank 0 alone."""
+    first = hvd.add_process_set([0])
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([weight], lr=1.0), op=op, process_set=first
+    )
+    (weight * (hvd.rank() + 1)).backward()
+    optimizer.step()
+    hvd.remove_process_set(first)
+    return float(weight)
+
+
+def synced_sampler() -> list[list[int]]:
+    """What a sampler deals at first, and after two batches of it."""
+    sampler = hvd.elastic.ElasticSampler(range(8), shuffle=False)
+    state = hvd.elastic.TorchState(sampler=sampler)
+    state.sync()
+    dealt = [list(sampler)]
+    for number in range(2):
+        sampler.record_batch(number, 1)
+    state.commit()
+    state.sync()
+    return [*dealt, list(sampler)]
 
 
 def skipped_step() -> tuple[list[float], float, float]:
@@ -378,8 +406,16 @@ def test_a_parameter_that_no_rank_uses_keeps_none_and_its_value(two: list[dict[s
 
 def test_sparse_gradients_are_averaged(two: list[dict[str, Any]]) -> None:
     for found in (rank["sparse"] for rank in two):
-        assert [is_sparse for is_sparse, _ in found] == [True, False]
+        assert [is_sparse for is_sparse, _ in found] == [True, True]
         assert [values.tolist() for _, values in found] == [[0.5, 0.5, 1.0, 1.0, 0.0]] * 2
+
+
+def test_a_rank_outside_of_the_process_set_trains_alone(two: list[dict[str, Any]]) -> None:
+    assert [found["apart"] for found in two] == [[0.0, 0.0], [-1.0, -1.0]]
+
+
+def test_a_sampler_deals_what_is_left_on_every_rank(two: list[dict[str, Any]]) -> None:
+    assert [found["sampler"] for found in two] == [[[0, 2, 4, 6], [4, 6]], [[1, 3, 5, 7], [5, 7]]]
 
 
 def test_a_scaler_skips_the_step_on_all_ranks(two: list[dict[str, Any]]) -> None:

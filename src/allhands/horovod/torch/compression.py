@@ -7,17 +7,34 @@ from typing import Any
 import torch
 
 
-class _Cast:
+class Compressor:
+    """What `DistributedOptimizer(compression=…)` asks of a compressor; subclass it for one of your
+    own."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """The tensor that travels, and what `decompress` needs to know."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, context: Any) -> torch.Tensor:
+        """The inverse of `compress`, but for its rounding."""
+        return tensor
+
+
+class NoneCompressor(Compressor):
+    """Tensors travel as they are."""
+
+
+class _Cast(Compressor):
     """Floating-point tensors travel as `dtype`; others as they are."""
 
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype
 
     @classmethod
     def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """The tensor that travels, and what `decompress` needs to know."""
         if (
-            cls.dtype is None
-            or not torch.is_tensor(tensor)
+            not torch.is_tensor(tensor)
             or not tensor.is_floating_point()
             or tensor.dtype == cls.dtype
         ):
@@ -26,15 +43,18 @@ class _Cast:
 
     @staticmethod
     def decompress(tensor: torch.Tensor, context: Any) -> torch.Tensor:
-        """The inverse of `compress`, but for its rounding."""
         return tensor if context is None else tensor.to(context)
 
 
-class _FP16(_Cast):
+class FP16Compressor(_Cast):
+    """Travels as fp16."""
+
     dtype = torch.float16
 
 
-class _BF16(_Cast):
+class BF16Compressor(_Cast):
+    """Travels as bf16."""
+
     dtype = torch.bfloat16
 
 
@@ -46,6 +66,6 @@ class Compression:
     digits.
     """
 
-    none = _Cast
-    fp16 = _FP16
-    bf16 = _BF16
+    none = NoneCompressor
+    fp16 = FP16Compressor
+    bf16 = BF16Compressor

@@ -124,6 +124,11 @@ class TorchState(ObjectState):
             else:
                 setattr(self, name, copy.deepcopy(value))
 
+    def sync(self) -> None:
+        """As `State.sync`; samplers deal what the epoch has left, on every rank."""
+        super().sync()
+        self.reset()
+
     def reset(self) -> None:
         """Deal samples anew."""
         for name in self._parts:

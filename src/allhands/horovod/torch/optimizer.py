@@ -53,8 +53,8 @@ def DistributedOptimizer(
         num_groups: Horovod's old name of a number of `groups`.
         groups: how many groups of gradients to make, or lists of parameters that are reduced as a
             whole each.
-        sparse_as_dense: sparse gradients become dense before they travel.
-        process_set: the ranks that train together.
+        sparse_as_dense: sparse gradients travel as dense ones, and are sparse again.
+        process_set: the ranks that train together; on other ranks the optimizer is as it was.
 
     Raises:
         UserError: an argument cannot be honoured.
@@ -291,6 +291,8 @@ class _Adasum(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make the optimizer's own step, and replace what it changed by the ranks' changes, reduced
         by Adasum."""
+        if not self._process_set.included():
+            return super().step(closure)
         params = [param for _, param in self._named if param.requires_grad]
         before = [param.detach().clone() for param in params]
         loss = super().step(closure)

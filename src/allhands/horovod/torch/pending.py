@@ -20,6 +20,9 @@ class AsyncResult:
         """The operation's result; see `synchronize`."""
         return self._finish(self.handle.wait())
 
+    #: Horovod gives a function for sparse tensors.
+    __call__ = wait
+
 
 def poll(handle: AsyncResult) -> bool:
     """Whether `synchronize` would return at once."""

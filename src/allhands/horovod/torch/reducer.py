@@ -76,6 +76,8 @@ class Reducer:
         self._round: Round | None = None  # that is promised
         self._next = 0  # the bucket that comes next in it
         self._lock = threading.Lock()  # of the round: the engine's thread takes part
+        #: Whether this rank is one of the ranks; else its gradients stay its own.
+        self._takes_part = process_set.included()
         self._add(list(named), groups)
 
     def add(self, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
@@ -87,6 +89,8 @@ class Reducer:
         named: list[tuple[str, torch.nn.Parameter]],
         groups: int | Sequence[Sequence[torch.Tensor]] | None,
     ) -> None:
+        if not self._takes_part:
+            return
         trained = [(name, param) for name, param in named if param.requires_grad]
         self._names.update({param: name for name, param in trained})
         params = [param for _, param in trained]
@@ -153,9 +157,7 @@ class Reducer:
         gradients = [param.grad for param in bucket.params]
         if any(gradient is not None and gradient.is_sparse for gradient in gradients):
             bucket.made_dense = True
-            gradients = [
-                gradient.to_dense() if gradient is not None else None for gradient in gradients
-            ]
+            gradients = [_dense(gradient) for gradient in gradients]
         flat = self._pack(bucket, bucket.params, gradients)
         with torch.no_grad():
             bucket.narrow, bucket.context = self._compression.compress(flat.marked)
@@ -175,7 +177,7 @@ class Reducer:
         gradients = [param.grad for param in params]
         if any(gradient is not None and gradient.is_sparse for gradient in gradients):
             params = self._send_sparse(bucket)
-            gradients = [param.grad for param in params]
+            gradients = [_dense(param.grad) for param in params]
         if not params:
             return
         flat = self._pack(bucket, params, gradients)
@@ -241,7 +243,7 @@ class Reducer:
             if gradient is None or not gradient.is_sparse:
                 left.append(param)
             elif self._sparse_as_dense:
-                param.grad = gradient.to_dense()
+                bucket.made_dense = True
                 left.append(param)
             else:
                 op = Sum if self._op is Sum else Average
@@ -377,7 +379,10 @@ class Reducer:
     def synchronize(self) -> None:
         """Send what has not been, and wait for all. A parameter without a gradient on any rank
         keeps None."""
-        usual = False
+        self.synchronized = True
+        if not self._takes_part:
+            return
+        self.synchronized, usual = False, False
         try:
             if not self._begun:
                 self._begin()
@@ -443,3 +448,7 @@ class Reducer:
         self._begun, self._round = False, None
         for bucket in self._buckets:
             bucket.renew(self._passes)
+
+
+def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return gradient if gradient is None or not gradient.is_sparse else gradient.to_dense()

@@ -264,8 +264,8 @@ def reducescatter(
 ) -> torch.Tensor:
     """This rank's rows of the tensor that is reduced over the ranks (`Average` or `Sum`).
 
-    The first ranks get one row more where they do not divide evenly. Its gradient is the ranks'
-    gradients, put together and scaled in the same way.
+    The first ranks get one row more where they do not divide evenly. Its gradient is, as in
+    Horovod, the ranks' gradients put together, with `Sum` times the number of ranks.
     """
     (result,) = grouped_reducescatter(
         [tensor], name, compression, op, process_set, prescale_factor, postscale_factor
@@ -303,7 +303,7 @@ class _Reducescatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         name, op, process_set, pre, post = ctx.args
-        factor = pre * post / (process_set.size() if op is Average else 1)
+        factor = pre * post * (1 if op is Average else process_set.size())
         name = None if name is None else f"{name}.gradient"
         whole = grouped_allgather_async(
             [grad.contiguous() for grad in grads], name, process_set
