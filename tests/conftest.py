@@ -25,7 +25,7 @@ from tests.timeouts import (  # noqa: F401
 
 # Seconds for which the process that imports torch for workers waits for the next test that starts
 # some. Tests about the start and end of processes unset it (tests/launch).
-os.environ.setdefault("ALLHANDS_KEEPER_IDLE", "300")
+os.environ.setdefault("ALLHANDS_AGENT_IDLE", "300")
 # Threads of torch that wait for one another sleep. Several processes of tests share the cores, and
 # threads that spin instead keep those from working that they wait for: a test took forty times as
 # long.

@@ -55,7 +55,7 @@ def every_agent_ends_with_its_call(
     """But in tests that are about something else."""
     if "preloaded" in request.fixturenames:
         return
-    monkeypatch.delenv("ALLHANDS_KEEPER_IDLE", raising=False)
+    monkeypatch.delenv("ALLHANDS_AGENT_IDLE", raising=False)
     if "shared_agent" not in request.fixturenames:
         idle_agents.end_all()  # those of earlier tests
 

@@ -137,6 +137,15 @@ def test_it_ends_with_the_process_that_started_it() -> None:
 def test_a_time_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(idle_agents.VARIABLE, "soon")
     with pytest.raises(
-        UserError, match="ALLHANDS_KEEPER_IDLE='soon': it must be a number of seconds"
+        UserError, match="ALLHANDS_AGENT_IDLE='soon': it must be a number of seconds"
     ):
         spawn(agent, workers=1)
+
+
+def test_the_variables_old_name_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(idle_agents.VARIABLE, raising=False)
+    monkeypatch.setenv("ALLHANDS_KEEPER_IDLE", "5")
+    with pytest.warns(FutureWarning, match="write ALLHANDS_AGENT_IDLE"):
+        assert idle_agents.idle_seconds() == 5.0
+    monkeypatch.setenv(idle_agents.VARIABLE, "7")
+    assert idle_agents.idle_seconds() == 7.0

@@ -1,4 +1,4 @@
-"""Agents that wait for the next call: with ALLHANDS_KEEPER_IDLE=60, a `spawn` within a minute of
+"""Agents that wait for the next call: with ALLHANDS_AGENT_IDLE=60, a `spawn` within a minute of
 the last one starts at once.
 
 Most of the time in which workers start goes into importing torch. An agent whose round is over has
@@ -18,11 +18,12 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from allhands.errors import UserError
+from allhands.errors import UserError, warn_renamed
 from allhands.launch.handle import AgentHandle
 from allhands.launch.local import start_agent
 
-VARIABLE = "ALLHANDS_KEEPER_IDLE"
+VARIABLE = "ALLHANDS_AGENT_IDLE"
+_OLD_VARIABLE = "ALLHANDS_KEEPER_IDLE"
 # An agent that is about to end is not taken.
 _MARGIN = 2.0
 # These change in a process that goes on, and mean nothing to one that starts; workers get their
@@ -49,9 +50,11 @@ def idle_seconds() -> float:
     """For how long an agent waits for another call; 0, the default, ends it with the first one.
 
     Raises:
-        UserError: ALLHANDS_KEEPER_IDLE is no number of seconds.
+        UserError: ALLHANDS_AGENT_IDLE is no number of seconds.
     """
-    text = os.environ.get(VARIABLE, "").strip()
+    if _OLD_VARIABLE in os.environ and VARIABLE not in os.environ:
+        warn_renamed(_OLD_VARIABLE, VARIABLE)
+    text = os.environ.get(VARIABLE, os.environ.get(_OLD_VARIABLE, "")).strip()
     try:
         seconds = float(text or 0)
     except ValueError:
@@ -85,7 +88,7 @@ def take(
         workers: how many there will be.
 
     Raises:
-        UserError: ALLHANDS_KEEPER_IDLE is no number of seconds.
+        UserError: ALLHANDS_AGENT_IDLE is no number of seconds.
     """
     variables = {
         name: value for name, value in {**os.environ, **(env or {})}.items() if value is not None

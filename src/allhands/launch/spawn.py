@@ -103,7 +103,7 @@ def spawn(
     comes before they run `fn`, or when they have ended, ends this process with SystemExit. A signal
     that the caller handles itself is left to that.
 
-    With ALLHANDS_KEEPER_IDLE=SECONDS in the environment, the process that imports torch and starts
+    With ALLHANDS_AGENT_IDLE=SECONDS in the environment, the process that imports torch and starts
     the workers waits so long for another call, which then saves the import.
     """
     check_numbers(workers, grace, heartbeat_timeout, threads, servers)
