@@ -25,6 +25,7 @@ from allhands.doctor.probe_network import interfaces
 from allhands.errors import HostError
 from allhands.launch.remote import AGENT_LINE, agent_words
 from allhands.wire.proof import GREETING
+from tests.timeouts import patience
 
 pytestmark = pytest.mark.serial
 
@@ -99,7 +100,7 @@ def test_listening_and_flooding(contact: Contact) -> None:
     got = contact.ask("flood", address="127.0.0.1", port=port, token=TOKEN, seconds=0.2)
     assert got["bytes"] > 0
     assert got["bytes"] % probe_network.CHUNK == 0  # all that was sent
-    assert 0.1 < got["seconds"] < 5
+    assert 0 < got["seconds"] < patience(5)
 
 
 def test_strangers_are_named_and_the_token_never_travels(

@@ -119,6 +119,6 @@ def test_the_ranks_of_a_job_share_a_secret_that_no_command_line_shows(
     (first, *one), (second, *_), (third, *_) = map(str.split, seen.read_text().splitlines())
     assert third == "mine"
     assert first != second
-    assert len(first) == len(second) == 32
+    assert len(first) == len(second) == 64
     assert first not in " ".join(one)
     assert "-x ALLHANDS_TOKEN" in " ".join(one)

@@ -7,6 +7,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -300,14 +301,11 @@ def test_arguments_that_repeat_the_environment_use_its_meeting_point() -> None:
     check_world(told, "torchrun")
 
 
-@pytest.mark.parametrize("program", ["mpiexec.hydra", "mpirun"])
-def test_mpi(program: str) -> None:
-    import shutil
-
+def _mpi(program: str, *words: str) -> list[Any]:
+    """What three ranks print, each one JSON value."""
     found = shutil.which(program)
     if found is None:
         pytest.skip(f"no {program} on the PATH")
-    command = [found, "-n", "3", sys.executable, SCRIPT, "{}"]
     environ = clean_environ() | {
         "CUDA_VISIBLE_DEVICES": "",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -317,17 +315,45 @@ def test_mpi(program: str) -> None:
         "OMPI_MCA_rmaps_base_oversubscribe": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     }
+    command = [found, "-n", "3", sys.executable, *words]
     done = subprocess.run(command, env=environ, check=True, capture_output=True, text=True)
-    # Neither mpirun keeps the lines of its ranks apart, so the objects are read one after another.
+    # Neither mpirun keeps the lines of its ranks apart, so the values are read one after another.
     told, rest = [], done.stdout.strip()
     while rest:
         entry, end = json.JSONDecoder().raw_decode(rest)
         told.append(entry)
         rest = rest[end:].strip()
+    return told
+
+
+@pytest.mark.parametrize("program", ["mpiexec.hydra", "mpirun"])
+def test_mpi(program: str) -> None:
+    told = _mpi(program, SCRIPT, "{}")
     told.sort(key=lambda entry: int(entry["rank"]))
     assert {entry["environment"] for entry in told} <= {"openmpi", "mpich"}
     assert {entry["sum"] for entry in told} == {6.0}
     assert sorted(entry["local_rank"] for entry in told) == [0, 1, 2]
+
+
+TELL = """
+import json, os
+from allhands.world.environments.mpi import broadcast_meeting
+from allhands.world.layout import Meeting
+from allhands.world.mpilib import load_mpi
+first = load_mpi().COMM_WORLD.Get_rank() == 0
+told = broadcast_meeting(Meeting(("here", "there"), 4242) if first else None)
+print(json.dumps([told.hosts, told.port, os.environ["ALLHANDS_TOKEN"]]))
+"""
+
+
+@pytest.mark.parametrize("program", ["mpiexec.hydra", "mpirun"])
+def test_mpi_tells_the_ranks_of_several_hosts_a_secret_too(program: str) -> None:
+    pytest.importorskip("mpi4py")
+    told, again = _mpi(program, "-c", TELL), _mpi(program, "-c", TELL)
+    assert told == [told[0]] * 3
+    assert told[0][:2] == [["here", "there"], 4242]
+    assert len(told[0][2]) == 64
+    assert told[0][2] != again[0][2]
 
 
 @pytest.mark.gpu(2)

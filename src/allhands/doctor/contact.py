@@ -33,6 +33,7 @@ LOGIN_S = 15.0
 _SENT = (
     "allhands.errors",
     "allhands.wire.framing",
+    "allhands.wire.users",
     "allhands.wire.proof",
     "allhands.wire.listeners",
     "allhands.wire.links",

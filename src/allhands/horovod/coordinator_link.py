@@ -45,7 +45,7 @@ class CoordinatorLink:
         if matcher is not None:
             token = secrets.token_hex(32)
             local = world.local_world_size == world.world_size
-            self._coordinator = Coordinator(matcher, token.encode(), local)
+            self._coordinator = Coordinator(matcher, wire.job_token(token), local)
             self._coordinator.start()
             addresses = ["127.0.0.1"]
             if store is not None:
@@ -65,7 +65,7 @@ class CoordinatorLink:
                 *(["127.0.0.1"] if where["host"] == host_id() else []),
                 *where["addresses"],
             ]
-        self._socket = _connect(addresses, port, world.rank, token.encode())
+        self._socket = _connect(addresses, port, world.rank, wire.job_token(token))
 
     def ask(self, key: Key, ask: OperationRequest, remember: bool) -> None:
         """This rank is ready for an operation. `remember`: it is likely to come again."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import secrets
 import selectors
 import shlex
 import shutil
@@ -32,7 +31,7 @@ from allhands.launch.lines import LineCutter
 from allhands.launch.options import Options
 from allhands.launch.output import show
 from allhands.launch.plan import Command
-from allhands.world.discovery import TOKEN
+from allhands.wire import TOKEN, new_token
 from allhands.world.failure_detector import TIMEOUT_VARIABLE
 from allhands.world.failure_monitor import LAST_WORDS
 
@@ -203,7 +202,7 @@ def run_mpi(
     if options.heartbeat_timeout != Options().heartbeat_timeout:
         own[TIMEOUT_VARIABLE] = f"{options.heartbeat_timeout:g}"
     # The ranks know the number of their job, which is no secret; this is.
-    own[TOKEN] = own.get(TOKEN) or os.environ.get(TOKEN) or secrets.token_hex(16)
+    own[TOKEN] = own.get(TOKEN) or new_token()
     words = command_line(
         launcher,
         command,

@@ -19,6 +19,9 @@ from allhands.wire.listeners import close_in_children as close_in_children
 from allhands.wire.listeners import free_port as free_port
 from allhands.wire.listeners import listen as listen
 from allhands.wire.listeners import listen_unix as listen_unix
+from allhands.wire.proof import TOKEN as TOKEN
 from allhands.wire.proof import RefusedError as RefusedError
 from allhands.wire.proof import introduce as introduce
+from allhands.wire.proof import job_token as job_token
+from allhands.wire.proof import new_token as new_token
 from allhands.wire.silence import Suspension as Suspension

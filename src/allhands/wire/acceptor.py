@@ -16,6 +16,7 @@ from allhands.wire import proof
 from allhands.wire.links import at_once
 from allhands.wire.listeners import close_in_children
 from allhands.wire.proof import RefusedError
+from allhands.wire.users import of_another_user
 
 if TYPE_CHECKING:
     import ssl
@@ -196,6 +197,9 @@ class Acceptor:
             said = stranger.advance()
             if said is None:
                 return
+            # The token of a job without a secret is its number, which others on its host can see.
+            if of_another_user(stranger.link):
+                raise RefusedError("it is a process of another user of this host")
             self._let_go(stranger)
             stranger.link.settimeout(None)
             at_once(stranger.link)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import os
 import secrets
 import socket
 import struct
@@ -19,7 +20,10 @@ from typing import Any
 
 from allhands.errors import AllhandsError
 from allhands.wire.framing import read_into
+from allhands.wire.users import of_another_user
 
+# The variable that has the job's secret: the same random text in all of its processes.
+TOKEN = "ALLHANDS_TOKEN"
 GREETING = b"allhands wire 1\n"
 _NONCE = 32
 _PROOF = 32
@@ -33,6 +37,17 @@ PATIENCE = 10.0
 
 class RefusedError(AllhandsError, RuntimeError):
     """The other side is not of this job, or does not want this connection."""
+
+
+def new_token() -> str:
+    """A secret for a job: the one that is set, else a new one."""
+    return os.environ.get(TOKEN) or secrets.token_hex(32)
+
+
+def job_token(name: str) -> bytes:
+    """The token of a listener whose `name` all processes of the job know, and maybe others: it has
+    the job's secret in it, where there is one."""
+    return f"{name}\n{os.environ.get(TOKEN, '')}".encode()
 
 
 def proof_of(token: bytes, side: bytes, *parts: bytes) -> bytes:
@@ -103,4 +118,6 @@ def introduce(
     read_into(link, memoryview(answer))
     if not hmac.compare_digest(bytes(answer), proof_of(token, b"listener", nonce, challenge)):
         raise RefusedError("it has another token")
+    if of_another_user(link):
+        raise RefusedError("it is a process of another user of this host")
     link.settimeout(None)

@@ -13,7 +13,6 @@ processes of the job, nobody without it is answered or believed.
 from __future__ import annotations
 
 import hashlib
-import os
 import random
 import socket
 import time
@@ -22,8 +21,6 @@ from typing import Any
 
 from allhands import wire
 from allhands.errors import WorldError
-
-TOKEN = "ALLHANDS_TOKEN"
 
 _CANDIDATES = 24
 # Below the range from which Linux draws the ports of outgoing connections (32768 and up), so that a
@@ -62,7 +59,7 @@ def accept(
             listener = wire.listen(port=port, local=local)
         except OSError:
             continue
-        acceptor = wire.Acceptor(what, [listener], _token(job_key), welcome)
+        acceptor = wire.Acceptor(what, [listener], wire.job_token(job_key), welcome)
         acceptor.start()
         return acceptor, port
     raise WorldError(
@@ -151,7 +148,7 @@ def _try(
     except OSError as error:
         return None, f"cannot reach {host} ({error})"
     try:
-        wire.introduce(link, _token(job_key), said, timeout)
+        wire.introduce(link, wire.job_token(job_key), said, timeout)
         wire.close_in_children(link)
     except (
         OSError,
@@ -161,10 +158,6 @@ def _try(
         link.close()
         return None, f"another service or another job ({error or type(error).__name__})"
     return link, "found"
-
-
-def _token(job_key: str) -> bytes:
-    return f"{job_key}\n{os.environ.get(TOKEN, '')}".encode()
 
 
 def _nobody(

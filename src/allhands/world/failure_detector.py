@@ -243,7 +243,7 @@ def start(
             "failure detector", json.dumps({"port": listener.getsockname()[1], "token": secret})
         )
         wire.Acceptor(
-            "the failure detector in rank 0", [listener], secret.encode(), monitor.welcome
+            "the failure detector in rank 0", [listener], wire.job_token(secret), monitor.welcome
         ).start()
         # What comes next may hold the interpreter until the others are there, who need an answer of
         # the acceptor's thread first. To wait for the store lets that run.
@@ -261,7 +261,7 @@ def start(
     else:
         store.wait(["failure detector"])
         contact = json.loads(store.get("failure detector"))
-        port, token = int(contact["port"]), str(contact["token"]).encode()
+        port, token = int(contact["port"]), wire.job_token(str(contact["token"]))
         host = "127.0.0.1" if local else host
 
         def connect() -> socket.socket:

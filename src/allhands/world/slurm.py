@@ -12,6 +12,7 @@ import socket
 import subprocess
 from typing import Any
 
+from allhands import wire
 from allhands.errors import UserError, WorldError
 from allhands.world import discovery, interface
 from allhands.world.environments.slurm import Slurm
@@ -117,7 +118,7 @@ def _listen(
 ) -> tuple[str, int]:
     """Open rank 0's listener and say where it is; returns its host's name, as the others know it,
     and the port."""
-    store = _open(port)
+    store = _open(port, layout.one_host is True)
     told_at = discovery.DiscoveryServer(_key_of(meeting), store.port, local=layout.one_host is True)
     _kept.extend([store, told_at])
     if layout.one_host:
@@ -126,7 +127,7 @@ def _listen(
     return (node if node in meeting.hosts else meeting.hosts[0]), store.port
 
 
-def _open(port: int | None) -> Any:
+def _open(port: int | None, local: bool) -> Any:
     from datetime import timedelta
 
     from torch.distributed import TCPStore
@@ -134,18 +135,20 @@ def _open(port: int | None) -> Any:
     refused = ""
     for candidate in [0] if port is None else range(port, min(port + _PORTS_TRIED, 2**16)):
         try:
+            listener = wire.listen(port=candidate, local=local)
             # multi_tenant: torch and allhands.init open the same port in this process again, and
             # then share the listener.
             return TCPStore(
                 "127.0.0.1",
-                candidate,
+                listener.getsockname()[1],
                 None,
                 True,
                 timedelta(seconds=_SETUP_TIMEOUT_S),
                 wait_for_workers=False,
                 multi_tenant=True,
+                master_listen_fd=listener.detach(),
             )
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             refused = str(error).split("\n", maxsplit=1)[0]
     tried = "a port of the system's choice" if port is None else f"the ports {port} to {candidate}"
     raise WorldError(

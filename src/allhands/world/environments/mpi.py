@@ -8,6 +8,7 @@ import os
 from array import array
 from pathlib import Path
 
+from allhands import wire
 from allhands.errors import WorldError
 from allhands.world.layout import Environ, Layout, Meeting, given_meeting, read_int
 from allhands.world.mpilib import end_job_on_error, load_mpi, mpi4py_installed
@@ -41,14 +42,19 @@ def mpi_meeting(environ: Environ, layout: Layout, job_key: str | None) -> Meetin
 
 def broadcast_meeting(meeting: Meeting | None) -> Meeting:
     """Rank 0 passes where it listens, the others None; every rank gets rank 0's value. Collective
-    over MPI's world."""
+    over MPI's world.
+
+    The ranks also get rank 0's ALLHANDS_TOKEN, a new one where it has none: they prove it to one
+    another on their sockets, and MPI's own connections carry it."""
     MPI = load_mpi()
     world = MPI.COMM_WORLD
     # MPI_Finalize at the end of a process waits for every rank: an error in one of them would leave
     # all hanging.
     end_job_on_error(world.Get_rank(), MPI.Get_processor_name(), os.environ)
     told = bytearray(
-        json.dumps([meeting.hosts, meeting.port]).encode() if meeting is not None else b""
+        json.dumps([meeting.hosts, meeting.port, wire.new_token()]).encode()
+        if meeting is not None
+        else b""
     )
     length = array("q", [len(told)])
     world.Bcast([length, 1, MPI.INT64_T], 0)
@@ -57,7 +63,7 @@ def broadcast_meeting(meeting: Meeting | None) -> Meeting:
     # MPI sends only while it is called: what rank 0 has returned from may not be sent yet, and it
     # goes on without MPI.
     world.Barrier()
-    hosts, port = json.loads(told)
+    hosts, port, os.environ[wire.TOKEN] = json.loads(told)
     return Meeting(hosts=tuple(hosts), port=port)
 
 

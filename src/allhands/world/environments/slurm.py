@@ -87,7 +87,8 @@ class Slurm(Environment):
             raise UserError(
                 "SLURM_STEP_NODELIST is not set; set MASTER_ADDR to the host of rank 0."
             )
-        if environ.get("MASTER_ADDR", "").strip():
+        # On one host only the loopback is listened on.
+        if environ.get("MASTER_ADDR", "").strip() and not layout.one_host:
             hosts = (environ["MASTER_ADDR"].strip(),)
         # The restart count keeps a requeued job from meeting what is left of its former self.
         names = (
