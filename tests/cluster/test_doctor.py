@@ -184,7 +184,7 @@ def test_a_doctor_that_is_stopped_leaves_nothing(hosts: Hosts) -> None:
             while "to one another" not in process.stderr.readline():
                 assert process.poll() is None
             process.terminate()
-            assert process.wait(10) == 128 + signal.SIGTERM
+            assert process.wait(patience(10)) == 128 + signal.SIGTERM
         finally:
             process.kill()
     assert_nothing_left(hosts, process)

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import DISK, Hosts, why_not
+from tests.timeouts import patience
 
 pytestmark = pytest.mark.timeout(420)
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hospitals"
@@ -97,7 +98,7 @@ def test_the_hospitals_example_in_four_network_namespaces(
     print(f"{time.monotonic() - started:.0f} s\n{said}")
     for name in NAMES:
         _stop_site(hospitals, name)
-    assert [site.wait(30) for site in sites] == [143] * len(NAMES), _said(hospitals)
+    assert [site.wait(patience(30)) for site in sites] == [143] * len(NAMES), _said(hospitals)
 
     events = [
         json.loads(line)

@@ -131,19 +131,26 @@ def own_loop(batch_size: int) -> list[float]:
     return model[0].weight[0].tolist()
 
 
-def test_tasks_join_by_themselves(scripts: Scripts) -> None:
-    """Two a node, and an uneven step that runs at the same time on the same hosts."""
+UNEVEN = ("-N2 -n3", [[0, 0, 0, 3, 2], [1, 1, 0, 3, 2], [2, 0, 1, 3, 1]])
+EVEN = (
+    "-N2 --ntasks-per-node=2",
+    [[0, 0, 0, 4, 2], [1, 1, 0, 4, 2], [2, 0, 1, 4, 2], [3, 1, 1, 4, 2]],
+)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    # rare: a second step at the same time on the same hosts, which is a step like the first one.
+    [[UNEVEN], pytest.param([EVEN, UNEVEN], marks=pytest.mark.rare)],
+    ids=["alone", "beside another step"],
+)
+def test_tasks_join_by_themselves(scripts: Scripts, steps: list[tuple[str, Any]]) -> None:
+    """An uneven step, and one of two tasks a node that runs at the same time on the same hosts."""
     scripts.write("joins.py", JOINS)
     with ThreadPoolExecutor(2) as pool:
-        even, uneven = pool.map(
-            lambda options: scripts.srun(options, "joins.py"),
-            ["-N2 --ntasks-per-node=2", "-N2 -n3"],
-        )
+        ended = list(pool.map(lambda step: scripts.srun(step[0], "joins.py"), steps))
     alone = own_loop(12)
-    for done, expected in (
-        (even, [[0, 0, 0, 4, 2], [1, 1, 0, 4, 2], [2, 0, 1, 4, 2], [3, 1, 1, 4, 2]]),
-        (uneven, [[0, 0, 0, 3, 2], [1, 1, 0, 3, 2], [2, 0, 1, 3, 1]]),
-    ):
+    for done, (_, expected) in zip(ended, steps, strict=True):
         assert done.returncode == 0, done.stderr
         lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
         told = sorted(map(json.loads, lines), key=lambda one: one["world"][0])

@@ -132,6 +132,8 @@ def closes_early() -> torch.Tensor:
     return out
 
 
+# rare: test_collective.py trains several workers without servers.
+@pytest.mark.rare
 @pytest.mark.serial
 def test_the_same_as_with_one_server() -> None:
     workers = 3

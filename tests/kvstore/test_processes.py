@@ -257,7 +257,7 @@ def servers(mark: str, tmp_path: Path) -> Iterator[list[dict[str, Any]]]:  # noq
         finally:
             for server in started:
                 server.terminate()
-            codes = [server.wait(5.0) for server in started]
+            codes = [server.wait(patience(5.0)) for server in started]
         assert codes == [0, 0]
 
 
@@ -306,7 +306,7 @@ def test_wherever_a_worker_fails_the_others_are_told_its_name_and_why(
                 when,
                 text,
             )
-            assert at - fault < WITHIN, (how, when)
+            assert at - fault < patience(WITHIN), (how, when)
 
 
 @pytest.mark.parametrize(
@@ -341,7 +341,7 @@ except WorldError as error:
     at, text = json.loads(Path("told").read_text())
     assert "worker 1 (" in text
     assert "is lost: its connection ended without a goodbye" in text
-    assert at - json.loads(Path("fault").read_text()) < WITHIN
+    assert at - json.loads(Path("fault").read_text()) < patience(WITHIN)
 
 
 # -------------------------------------------------------------- a loss after which the others go on
@@ -395,7 +395,9 @@ def test_the_others_go_on_without_workers_that_fail_in_any_way(job: Job) -> None
         ends, workers = json.loads(Path(f"ends-{rank}").read_text())
         assert workers == [len(ranks) for ranks in took_part[:steps]]
         for failed, step in {6: 1, 5: 2, 4: 3, 3: 4, 2: 5}.items():
-            assert ends[step] - json.loads(Path(f"fault-{failed}").read_text()) < WITHIN, (
+            assert ends[step] - json.loads(Path(f"fault-{failed}").read_text()) < patience(
+                WITHIN
+            ), (
                 rank,
                 failed,
             )
@@ -447,6 +449,8 @@ torch.save(weights, f"weights-{store.rank}.pt")
 """
 
 
+# rare: launch/test_failures.py has Ctrl-C, and the tests beside this one the end of servers.
+@pytest.mark.rare
 def test_ctrl_c_ends_all_in_the_midst_of_a_round(job: Job) -> None:
     cut = 'note("fault", 0); time.sleep(30)'
     process = job.start(
@@ -495,7 +499,7 @@ def test_a_server_that_is_killed_in_mid_round_is_named(job: Job) -> None:
         assert named[-1] or re.match(
             rf"worker {1 - rank} \(host {HOST}, process \d+\) is lost: its connection ended", said
         )
-        assert at - json.loads(Path("fault").read_text()) < WITHIN
+        assert at - json.loads(Path("fault").read_text()) < patience(WITHIN)
     assert any(named)
 
 

@@ -52,12 +52,9 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 def every_agent_ends_with_its_call(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """But in tests that are about something else."""
-    if "preloaded" in request.fixturenames:
-        return
-    monkeypatch.delenv("ALLHANDS_AGENT_IDLE", raising=False)
-    if "shared_agent" not in request.fixturenames:
-        idle_agents.end_all()  # those of earlier tests
+    """But in tests that are about something else. Those of other tests wait on, unused."""
+    if "preloaded" not in request.fixturenames:
+        monkeypatch.delenv("ALLHANDS_AGENT_IDLE", raising=False)
 
 
 @pytest.fixture(scope="module")

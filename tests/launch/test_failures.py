@@ -199,7 +199,7 @@ def test_second_ctrl_c_kills_at_once(job: Any) -> None:
     process.send_signal(signal.SIGINT)
     time.sleep(0.3)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=10)
+    process.communicate(timeout=patience(10))
     assert process.returncode == 130
     assert job.alive() == []
 
@@ -292,7 +292,7 @@ def test_ctrl_c_while_torch_is_imported(job: Any) -> None:
     )
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=10)
+    out, err = process.communicate(timeout=patience(10))
     assert (process.returncode, out) == (130, b"")
     assert err == b"allhands: stopped by SIGINT; no worker is left\n"
 

@@ -126,6 +126,8 @@ def test_strangers_are_passed_over() -> None:
         link.close()
 
 
+# rare: cluster/test_ssh.py has two servers on two hosts.
+@pytest.mark.rare
 @pytest.mark.usefixtures("fake_servers")
 def test_servers_go_to_one_node_in_turn() -> None:
     def work() -> Any:

@@ -36,6 +36,8 @@ dist.destroy_process_group()
 """
 
 
+# rare: a world is started again in the test of a killed worker.
+@pytest.mark.rare
 def test_six_restarts_of_gloo_in_six(job: Job) -> None:
     code, out, err = job.run("-n", "3", "--max-restarts", "6", job.script(WORLD))
     assert code == 0, err

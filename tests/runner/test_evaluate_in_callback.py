@@ -251,6 +251,8 @@ def on_meshes() -> Any:
     return {name: train(make(), True) for name, make in MESHES.items()}
 
 
+# rare: the strategies above are what meshes combine.
+@pytest.mark.rare
 def test_it_is_so_on_meshes() -> None:
     for weights, seen in in_world(4, on_meshes)[3].values():
         model = network()

@@ -104,6 +104,8 @@ def train_each() -> dict[str, float]:
     return found
 
 
+# rare: conformance has a mixture of experts under fsdp.
+@pytest.mark.rare
 def test_experts_that_some_ranks_use() -> None:
     for found in in_world(2, train_each):
         assert max(found.values()) <= 1e-5, found

@@ -109,6 +109,8 @@ def test_exact_where_the_mathematics_says_so() -> None:
     assert not LocalSGD.exact
 
 
+# rare: verify/test_causes.py has a strategy that says it is lossy.
+@pytest.mark.rare
 @pytest.mark.serial
 def test_verify_tells_the_exact_from_the_lossy() -> None:
     model = classifier()

@@ -28,6 +28,8 @@ pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("preloaded")]
 # ---------------------------------------------------------------------- sound trainings
 
 
+# rare: cli/test_verify.py verifies a sound training on 1 and 2.
+@pytest.mark.rare
 def test_a_sound_training_is_the_same_at_1_2_and_3_workers(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

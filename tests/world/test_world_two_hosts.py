@@ -123,8 +123,9 @@ def slurm_task(rank: int, node: int, local: int) -> dict[str, str]:
     return {f"SLURM_{name}": str(value) for name, value in (numbers | texts).items()}
 
 
-# rare for 1: the other order is the one that could go wrong.
-@pytest.mark.parametrize("first", [pytest.param(1, marks=pytest.mark.rare), 2])
+# rare: cluster/test_srun.py has tasks of a real srun on two hosts.
+@pytest.mark.rare
+@pytest.mark.parametrize("first", [1, 2])
 def test_slurm_on_two_hosts_whichever_has_rank_0(two_hosts: list[str], first: int) -> None:
     placed = [first, first, 3 - first, 3 - first]
     tasks = [slurm_task(rank, placed[rank] - 1, rank % 2) for rank in range(4)]

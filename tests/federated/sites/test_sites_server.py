@@ -109,7 +109,7 @@ def sites(folder: Path, port: int):
         for site in started:
             assert site.poll() is None
             site.send_signal(signal.SIGTERM)
-        assert [site.wait(30) for site in started] == [143] * len(NAMES)
+        assert [site.wait(patience(30)) for site in started] == [143] * len(NAMES)
     finally:
         for site in started:
             site.kill()
@@ -200,7 +200,7 @@ def test_weights_are_the_simulations_to_the_bit_though_the_server_stops_between(
             while not ends(folder) and first.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.1)
             first.send_signal(signal.SIGTERM)
-            assert first.wait(60) == 143, logs(folder)
+            assert first.wait(patience(60)) == 143, logs(folder)
         finally:
             first.kill()
             first.wait()
