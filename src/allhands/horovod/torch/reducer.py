@@ -411,11 +411,8 @@ class Reducer:
         self.synchronized = True
 
     def _can_promise(self) -> bool:
-        if self._op not in ADDITIVE or self._compression not in (
-            Compression.none,
-            Compression.fp16,
-            Compression.bf16,
-        ):
+        known = (Compression.none, Compression.fp16, Compression.bf16)
+        if self._op not in ADDITIVE or self._compression not in known:
             return False
         # Hooks of two devices run in two threads.
         return len({bucket.params[0].device for bucket in self._buckets}) == 1
@@ -425,9 +422,8 @@ class Reducer:
         assert flat is not None
         whole = self._compression.decompress(bucket.narrow, bucket.context)
         views = flat.views if whole is flat.whole else flat.cut(whole)
-        gradients = [param.grad for param in flat.params]
         with torch.no_grad():
-            present = [gradient for gradient in gradients if gradient is not None]
+            present = [param.grad for param in flat.params if param.grad is not None]
             if len(present) == len(views) and not bucket.made_dense:
                 torch._foreach_copy_(present, views)
                 return
