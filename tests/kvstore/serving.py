@@ -88,7 +88,7 @@ def job(workers: int, servers: int = 1, lease: float = 10.0) -> Iterator[Job]:
     """A job that ends with the block."""
     before = set(threading.enumerate())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ALLHANDS_KVSTORE_TOKEN", TOKEN)
+        patch.setenv("ALLHANDS_TOKEN", TOKEN)
         made = Job(workers, servers, lease)
         try:
             yield made

@@ -242,7 +242,7 @@ def servers(mark: str, tmp_path: Path) -> Iterator[list[dict[str, Any]]]:  # noq
             "ALLHANDS_NUM_SERVERS": "2",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(meeting.port),
-            "ALLHANDS_KVSTORE_TOKEN": secrets.token_hex(32),
+            "ALLHANDS_TOKEN": secrets.token_hex(32),
             "OMP_NUM_THREADS": "1",
         }.items():
             patch.setenv(name, value)

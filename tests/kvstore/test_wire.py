@@ -123,10 +123,10 @@ def test_another_token_is_refused_on_both_sides(
     transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with job(1) as made:
-        monkeypatch.setenv("ALLHANDS_KVSTORE_TOKEN", "another token, long enough")
+        monkeypatch.setenv("ALLHANDS_TOKEN", "another token, long enough")
         with pytest.raises(WorldError, match=r"server 0 .* it has another token"):
             made.store(0, transport=transport)
-        monkeypatch.setenv("ALLHANDS_KVSTORE_TOKEN", TOKEN)
+        monkeypatch.setenv("ALLHANDS_TOKEN", TOKEN)
         _still_serves(made, 0)
 
 

@@ -131,7 +131,7 @@ def test_strangers_are_passed_over() -> None:
 @pytest.mark.usefixtures("fake_servers")
 def test_servers_go_to_one_node_in_turn() -> None:
     def work() -> Any:
-        return told_servers(3), os.getppid(), os.environ["ALLHANDS_KVSTORE_TOKEN"]
+        return told_servers(3), os.getppid(), os.environ["ALLHANDS_TOKEN"]
 
     def call(node: int) -> Any:
         return spawn(
@@ -150,7 +150,7 @@ def test_servers_go_to_one_node_in_turn() -> None:
         1: agents[1],
         2: agents[0],
     }
-    assert {one["ALLHANDS_KVSTORE_TOKEN"] for one in told} == {results[1][0][2]} == {token}
+    assert {one["ALLHANDS_TOKEN"] for one in told} == {results[1][0][2]} == {token}
 
 
 def test_nodes_that_ask_for_other_numbers_of_servers_are_told() -> None:

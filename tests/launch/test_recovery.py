@@ -77,7 +77,7 @@ for times in range(3):
     until(lambda: len(lines("servers")) == 2 + times)
     newest = {one["ALLHANDS_SERVER"]: one for one in lines("servers")}
     if times == 1:
-        secret = newest["0"]["ALLHANDS_KVSTORE_TOKEN"].encode()
+        secret = newest["0"]["ALLHANDS_TOKEN"].encode()
         commands = Path("/proc").glob("[0-9]*/cmdline")
         found = [path.name for path in commands if secret in path.read_bytes()]
         print("in command lines", found, flush=True)
@@ -106,7 +106,7 @@ time.sleep(30)
         ("1", "1", "stop"),
         ("0", "1", "stop"),
     ]
-    (secret,) = {one["ALLHANDS_KVSTORE_TOKEN"] for one in started}
+    (secret,) = {one["ALLHANDS_TOKEN"] for one in started}
     assert len(secret) == 64
     assert "in command lines []" in out
     logs = [path.read_text() for path in (served.folder / "logs").iterdir()]

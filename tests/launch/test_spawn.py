@@ -358,7 +358,7 @@ def test_servers_serve_while_the_workers_run(
     def work(count: int) -> Any:
         return (
             told_servers(count),
-            os.environ["ALLHANDS_KVSTORE_TOKEN"],
+            os.environ["ALLHANDS_TOKEN"],
             os.environ["ALLHANDS_NUM_SERVERS"],
             os.getppid(),
         )
@@ -379,9 +379,7 @@ def test_servers_serve_while_the_workers_run(
         (servers, token, number, agent), other = result
         assert other[1:] == (token, number, agent), "one secret a job"
         assert len(token) == 64
-        assert {(one["ALLHANDS_KVSTORE_TOKEN"], one["parent"]) for one in servers[mine]} == {
-            (token, agent)
-        }
+        assert {(one["ALLHANDS_TOKEN"], one["parent"]) for one in servers[mine]} == {(token, agent)}
         assert sorted(one["ALLHANDS_SERVER"] for one in servers[mine]) == ["0", "1"]
         assert number == servers[0]["ALLHANDS_NUM_SERVERS"] == "2"
         assert not any(Path(f"/proc/{one['pid']}").exists() for one in servers), (

@@ -8,9 +8,10 @@ import ssl
 from collections.abc import Mapping
 from pathlib import Path
 
-from allhands.errors import UserError
+from allhands.errors import UserError, warn_renamed
+from allhands.wire import TOKEN
 
-TOKEN = "ALLHANDS_KVSTORE_TOKEN"
+_OLD_TOKEN = "ALLHANDS_KVSTORE_TOKEN"
 TLS = ("ALLHANDS_KVSTORE_TLS_CERT", "ALLHANDS_KVSTORE_TLS_KEY", "ALLHANDS_KVSTORE_TLS_CA")
 
 
@@ -38,12 +39,16 @@ def token_from(environ: Mapping[str, str]) -> bytes:
     """The job's token.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none, or it is short.
     """
     token = environ.get(TOKEN, "")
+    if environ.get(_OLD_TOKEN):
+        warn_renamed(_OLD_TOKEN, TOKEN)
+        token = environ[_OLD_TOKEN]
     if len(token) < 16:
+        told = "has less than 16 characters" if token else "is not set"
         raise UserError(
-            f"{TOKEN} is not set: parameter servers talk only to workers of their own job. "
+            f"{TOKEN} {told}: parameter servers talk only to workers of their own job. "
             "`allhands launch -s 1 …` sets it; "
             "with another launcher, set it to the same long random text for all workers and servers"
         )

@@ -14,12 +14,13 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 
+from allhands import wire
 from allhands.errors import AllhandsError, HostError, WorkerError
 from allhands.launch.hosts import deal
 from allhands.launch.job_nodes import Host, JobNode, check_versions, ranks_of
 from allhands.launch.options import Options
 from allhands.launch.output import Output, show
-from allhands.launch.plan import Command, HostPart, new_token, tasks_of
+from allhands.launch.plan import Command, HostPart, tasks_of
 from allhands.launch.recovery import Recovery
 from allhands.launch.signals import restore, stop_on_signals
 from allhands.launch.supervisor import Supervisor
@@ -77,7 +78,7 @@ class Job:
             on_tick=self._look_for_lost_hosts,
         )
         self.run_id = uuid.uuid4().hex[:12]  # the same for every attempt
-        self.token = new_token(options.servers)  # the same as well
+        self.token = wire.new_token()  # the same as well
         self.regrouping = False  # the world is stopped only because a lost host is back
 
     # ------------------------------------------------------------------ the whole job

@@ -30,13 +30,13 @@ from allhands import wire
 from allhands.errors import UserError, WorkerError
 from allhands.launch import results
 from allhands.launch.handle import AgentHandle
-from allhands.launch.plan import TOKEN, tasks_of
+from allhands.launch.plan import tasks_of
 from allhands.launch.processes import REQUESTS
 from allhands.launch.protocol import CHUNK, write_all
 from allhands.launch.rendezvous import Rendezvous
 from allhands.launch.shipment import Shipment
 from allhands.launch.supervisor import HOST_TIMEOUT, Supervisor
-from allhands.wire import LineReader, encode
+from allhands.wire import TOKEN, LineReader, encode
 
 # A signal that reaches all tasks is passed on by the leader; one that reaches a follower alone, so
 # much later by its word.
@@ -105,7 +105,7 @@ class NodeHandle(AgentHandle):
                 "run_id": env["TORCHELASTIC_RUN_ID"],
                 "heartbeat_timeout": request["heartbeat_timeout"],
                 "servers": int(env["ALLHANDS_NUM_SERVERS"]),
-                "token": env.get(TOKEN, ""),
+                "token": env[TOKEN],
             }
         super().send(**request)
 

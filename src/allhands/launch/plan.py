@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from allhands.launch import horovod_alias
 from allhands.launch.protocol import MARK
+from allhands.wire import TOKEN
 
 # What a parameter-server process runs.
 SERVER = "allhands.kvstore.parameter_server"
-# By this variable the workers and servers of a job prove to one another that they belong to it.
-TOKEN = "ALLHANDS_KVSTORE_TOKEN"
 # What the launcher does when a worker fails, and how often this very process was started again for
 # that.
 ON_WORKER_FAILURE = "ALLHANDS_ON_WORKER_FAILURE"
 WORKER_RESTART = "ALLHANDS_WORKER_RESTART"
 SERVER_RESTART = "ALLHANDS_SERVER_RESTART"
-
-
-def new_token(servers: int) -> str:
-    """A secret for a job that has servers; "" for one that has none. It travels as variables do,
-    never in a command line."""
-    return secrets.token_hex(32) if servers else ""
 
 
 @dataclass(frozen=True)
@@ -106,22 +98,22 @@ def tasks_of(
     places: Sequence[HostPart],
     port: int,
     run_id: str,
+    token: str,
     restarts: int = 0,
-    token: str = "",
     on_worker_failure: str = "stop",
 ) -> list[list[dict[str, Any]]]:
     """What each host starts: its servers first, then its share of the ranks, which are counted from
     the first host on.
 
     A server gets the same variables as the workers of its host, with its own number instead of a
-    rank. `token` is the job's secret, and `on_worker_failure` what `Recovery` was told; both are
+    rank. `token` is the job's secret, and `on_worker_failure` what `Recovery` was told, which is
     only told where there are servers.
     """
     world_size = sum(place.workers for place in places)
     servers = sum(len(place.servers) for place in places)
-    shared = (
-        {TOKEN: token, ON_WORKER_FAILURE: on_worker_failure, WORKER_RESTART: "0"} if servers else {}
-    )
+    shared = {TOKEN: token}
+    if servers:
+        shared |= {ON_WORKER_FAILURE: on_worker_failure, WORKER_RESTART: "0"}
     not_for_servers = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", WORKER_RESTART)
     tasks, rank = [], 0
     for node_rank, place in enumerate(places):

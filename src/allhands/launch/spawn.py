@@ -8,13 +8,14 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from allhands import wire
 from allhands.errors import UserError, WorkerError
 from allhands.launch import idle_agents, records, results
 from allhands.launch.job import LOOPBACK, PRELOAD
 from allhands.launch.nodes import NodeFollower, other_agents
 from allhands.launch.options import check_numbers
 from allhands.launch.output import Output, show
-from allhands.launch.plan import HostPart, new_token, tasks_of
+from allhands.launch.plan import HostPart, tasks_of
 from allhands.launch.processes import REQUESTS
 from allhands.launch.rendezvous import Rendezvous
 from allhands.launch.shipment import Shipment
@@ -192,7 +193,7 @@ def _lead(
             else [HostPart(workers, range(servers), LOOPBACK)]
         )
         here, *elsewhere = tasks_of(
-            task, places, port, run_id=uuid.uuid4().hex[:12], token=new_token(servers)
+            task, places, port, run_id=uuid.uuid4().hex[:12], token=wire.new_token()
         )
         first = supervisor.run(
             [shipment.with_results(here), *elsewhere],
