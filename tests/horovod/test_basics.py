@@ -14,7 +14,7 @@ import torch
 
 import allhands.horovod.torch as hvd
 from allhands.errors import UserError
-from allhands.horovod import engine, objects, settings
+from allhands.horovod import engine, objects, settings, util
 from allhands.horovod.process_sets import ProcessSet
 
 
@@ -141,7 +141,7 @@ def test_the_parts_of_a_world_are_refused(alone: None) -> None:
             "call hvd.allreduce_async",
         ),
         (
-            lambda: hvd.elastic.run(lambda state: state)(3),
+            lambda: hvd.elastic.run_fn(lambda state: state, hvd.shutdown)(3),
             "give a state, such as hvd.elastic.TorchState",
         ),
         (lambda: hvd.elastic.ObjectState(commit=1), "choose another name"),
@@ -170,6 +170,18 @@ def test_settings_come_from_horovods_variables() -> None:
         match=r"HOROVOD_FUSION_THRESHOLD='many': set HOROVOD_FUSION_THRESHOLD to a number",
     ):
         settings.read({"HOROVOD_FUSION_THRESHOLD": "many"})
+
+
+def test_helpers_that_scripts_import() -> None:
+    assert util.extension_available("torch")
+    assert not util.extension_available("mxnet")
+    util.check_extension("horovod.torch", "HOROVOD_WITH_PYTORCH", __file__)
+    with pytest.raises(ImportError, match="horovod.mxnet is not here: install mxnet, or use"):
+        util.check_extension("horovod.mxnet", "HOROVOD_WITH_MXNET", __file__)
+    assert [number for number in range(10) if util.num_rank_is_power_2(number)] == [1, 2, 4, 8]
+    assert util.split_list(range(8), 3) == [[0, 1, 2], [3, 4, 5], [6, 7]]
+    assert util.is_iterable("a")
+    assert not util.is_iterable(3)
 
 
 def test_the_timeline_is_a_chrome_trace(alone: None, tmp_path: Path) -> None:

@@ -144,6 +144,18 @@ class ObjectState(State):
                 setattr(self, name, contents[name])
 
 
+def run_fn(
+    function: Callable[..., Any], reset: Callable[[], Any] | None = None
+) -> Callable[..., Any]:
+    """Horovod's older name of `run`.
+
+    Args:
+        function: see `run`.
+        reset: for Horovod's sake; workers that were started again have nothing to reset.
+    """
+    return run(function)
+
+
 def run(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function whose first argument is a `State`, so that it begins from the last commit after a
     restart.

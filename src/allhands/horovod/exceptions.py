@@ -10,6 +10,11 @@ class HorovodInternalError(AllhandsError, RuntimeError):
     come, or one is gone."""
 
 
+class CallOrderError(UserError, AssertionError):
+    """A call that is wrong where it stands between ``backward()`` and ``step()``. An
+    AssertionError, as in Horovod."""
+
+
 class HostsUpdatedInterrupt(AllhandsError, RuntimeError):
     """The hosts of the job changed. `skip_sync`: hosts were only taken away, so that all states are
     still equal."""

@@ -18,8 +18,10 @@ __path__: list[str] = []
 
 _NAMES = {
     "horovod.common": "allhands.horovod",
+    "horovod.common.elastic": "allhands.horovod.elastic",
     "horovod.common.exceptions": "allhands.horovod.exceptions",
     "horovod.common.process_sets": "allhands.horovod.process_sets",
+    "horovod.common.util": "allhands.horovod.util",
     "horovod.torch": "allhands.horovod.torch",
     "horovod.torch.compression": "allhands.horovod.torch.compression",
     "horovod.torch.elastic": "allhands.horovod.torch.elastic",

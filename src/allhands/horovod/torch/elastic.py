@@ -11,7 +11,7 @@ import torch
 
 from allhands.errors import UserError
 from allhands.horovod import engine
-from allhands.horovod.elastic import ObjectState, State, run
+from allhands.horovod.elastic import ObjectState, State, run, run_fn
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
@@ -152,4 +152,4 @@ def _copied(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-__all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
+__all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run", "run_fn"]

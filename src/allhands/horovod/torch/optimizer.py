@@ -12,6 +12,7 @@ import torch
 
 from allhands.errors import UserError, kind_of
 from allhands.horovod import engine
+from allhands.horovod.exceptions import CallOrderError
 from allhands.horovod.process_sets import ProcessSet, global_process_set
 from allhands.horovod.reduce_ops import Adasum, Average, checked
 from allhands.horovod.torch.compression import Compression
@@ -208,7 +209,7 @@ class _Reduced(torch.optim.Optimizer):
 
         Raises:
             HorovodInternalError: the ranks do not agree, or one of them did not come.
-            UserError: in `skip_synchronize`, without `synchronize` before.
+            CallOrderError: in `skip_synchronize`, without `synchronize` before.
         """
         if closure is not None:
 
@@ -221,7 +222,7 @@ class _Reduced(torch.optim.Optimizer):
             loss: Any = super().step(reduced)
         else:
             if self._skips and not self._reducer.synchronized:
-                raise UserError(
+                raise CallOrderError(
                     "step() in skip_synchronize() without synchronize(); call "
                     "optimizer.synchronize() before it"
                 )
@@ -235,10 +236,10 @@ class _Reduced(torch.optim.Optimizer):
         """As the optimizer's own.
 
         Raises:
-            UserError: gradients are on their way.
+            CallOrderError: gradients are on their way.
         """
         if self._reducer.busy():
-            raise UserError(
+            raise CallOrderError(
                 "zero_grad() between backward() and step(), while gradients are on their way; call "
                 "step() or synchronize() first"
             )
@@ -249,7 +250,7 @@ class _Reduced(torch.optim.Optimizer):
         """As the optimizer's own; the gradients of the new parameters are reduced as well."""
         if "_reducer" in self.__dict__:
             if self._reducer.busy():
-                raise UserError(
+                raise CallOrderError(
                     "add_param_group() between backward() and step(); call step() first"
                 )
             super().add_param_group(param_group)

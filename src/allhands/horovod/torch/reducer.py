@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 
-from allhands.errors import UserError
 from allhands.horovod import engine
-from allhands.horovod.exceptions import HorovodInternalError
+from allhands.horovod.exceptions import CallOrderError, HorovodInternalError
 from allhands.horovod.lanes import Lane, Round
 from allhands.horovod.process_sets import ProcessSet
 from allhands.horovod.promise_rounds import Parts
@@ -116,7 +115,7 @@ class Reducer:
     @passes.setter
     def passes(self, passes: int) -> None:
         if self.busy():
-            raise UserError(
+            raise CallOrderError(
                 "the number of backward passes was changed between backward() and step(); change "
                 "it after step()"
             )
@@ -131,7 +130,7 @@ class Reducer:
         self.synchronized = False
         left = bucket.left[place] - 1
         if left < 0 or bucket.sent:
-            raise UserError(
+            raise CallOrderError(
                 f"{self._names[param]!r}: gradients were computed more than {self._passes} times "
                 "(backward_passes_per_step) before step(); set backward_passes_per_step to the "
                 "number of backward passes of a step"
