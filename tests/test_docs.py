@@ -177,3 +177,13 @@ def test_every_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text()
     for page in (ROOT / "docs").rglob("*.md"):
         assert str(page.relative_to(ROOT / "docs")) in navigation, page
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_files_that_pages_show_are_there(page):
+    """A formatter takes the line for code, in a block that it formats."""
+    for line in page.read_text().splitlines():
+        if line.lstrip().startswith("--8"):
+            shown = re.fullmatch(r'--8<-- "([^"]+)"', line)
+            assert shown, f"{named(page)}: {line}"
+            assert (ROOT / shown[1]).is_file(), line

@@ -157,6 +157,10 @@ def test_third_party_imports_are_declared():
 
 # Names that stand twice on purpose, each with the reason.
 CLASSES_TWICE = {
+    "BF16Compressor": "Horovod's names for torch and for TensorFlow",
+    "FP16Compressor": "Horovod's names for torch and for TensorFlow",
+    "Compressor": "Horovod's names for torch and for TensorFlow",
+    "SupervisedRunner": "ours, and the one with Catalyst's arguments",
     "Compression": "Horovod has it for torch and for TensorFlow",
     "Data": "a section of a run file has the name of what it configures",
     "EarlyStopping": "a section of a run file has the name of what it configures",
@@ -179,6 +183,7 @@ MODULES_TWICE = {
     "settings": "the settings of a package",
     "slurm": "how Slurm starts processes, what it tells them, and the public `allhands.slurm`",
     "sync_batch_norm": "Horovod's names for torch and for TensorFlow",
+    "utils": "the public `allhands.utils`, and Catalyst's name",
     "values": "what a store holds, and a strategy's values",
 }
 

@@ -47,6 +47,7 @@ _LAZY = {
     "spawn": "allhands.loop.spawned",
 }
 _PACKAGES = (
+    "catalyst",
     "comm",
     "config",
     "data",

@@ -1,0 +1,136 @@
+"""Callbacks of Catalyst's that measure: exact over all samples of all workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from allhands.catalyst.translation import ArgumentCallback
+from allhands.errors import UserError
+
+
+class TopKAccuracy:
+    """The share of samples whose target is among the `k` largest outputs.
+
+    Args:
+        k: how many.
+    """
+
+    def __init__(self, k: int) -> None:
+        self.k = k
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Of ``[samples, classes]`` and ``[samples]``."""
+        places = output.topk(self.k, dim=1).indices
+        return (places == target.unsqueeze(1)).any(dim=1).float().mean()
+
+
+class AccuracyCallback(ArgumentCallback):
+    """Top-k accuracy: ``accuracy01``, ``accuracy03``, …, and ``accuracy``, which is the first.
+
+    Args:
+        input_key, target_key: those of the runner.
+        topk: numbers of largest outputs; None is 1, and 3 and 5 where there are more classes.
+        num_classes: decides what None means.
+        log_on_batch: without effect.
+        prefix, suffix: of the names.
+    """
+
+    def __init__(
+        self,
+        input_key: str | None = None,
+        target_key: str | None = None,
+        topk: Sequence[int] | None = None,
+        num_classes: int | None = None,
+        log_on_batch: bool = True,
+        prefix: str | None = None,
+        suffix: str | None = None,
+    ) -> None:
+        if topk is None:
+            topk = [1, *(k for k in (3, 5) if num_classes is not None and num_classes > k)]
+        before, after = prefix or "", suffix or ""
+        metrics = {f"{before}accuracy{k:02}{after}": TopKAccuracy(k) for k in topk}
+        metrics[f"{before}accuracy{after}"] = TopKAccuracy(topk[0])
+        super().__init__(metrics=metrics, keys=_keys(input_key, target_key))
+
+
+class PrecisionRecallF1SupportCallback(ArgumentCallback):
+    """Precision, recall and F1 over the classes: ``precision/_macro``, ``f1/_weighted``, ….
+
+    Args:
+        input_key, target_key: those of the runner.
+        num_classes: how many there are.
+        log_on_batch: without effect.
+        prefix, suffix: of the names.
+
+    Raises:
+        UserError: `num_classes` is not given.
+    """
+
+    def __init__(
+        self,
+        input_key: str | None = None,
+        target_key: str | None = None,
+        num_classes: int | None = None,
+        log_on_batch: bool = True,
+        prefix: str | None = None,
+        suffix: str | None = None,
+    ) -> None:
+        from torchmetrics import classification
+
+        kinds = {
+            "precision": classification.MulticlassPrecision,
+            "recall": classification.MulticlassRecall,
+            "f1": classification.MulticlassF1Score,
+        }
+        classes = _classes("PrecisionRecallF1SupportCallback", num_classes)
+        averages: tuple[Any, ...] = ("micro", "macro", "weighted")
+        metrics = {
+            f"{prefix or ''}{name}{suffix or ''}/_{average}": kind(classes, average=average)
+            for name, kind in kinds.items()
+            for average in averages
+        }
+        super().__init__(metrics=metrics, keys=_keys(input_key, target_key))
+
+
+class AUCCallback(ArgumentCallback):
+    """The area under the ROC curve, the mean over the classes: ``auc/_macro``, ``auc/_weighted``.
+
+    Args:
+        input_key, target_key: those of the runner.
+        num_classes: how many there are.
+        prefix, suffix: of the names.
+
+    Raises:
+        UserError: `num_classes` is not given.
+    """
+
+    def __init__(
+        self,
+        input_key: str | None = None,
+        target_key: str | None = None,
+        num_classes: int | None = None,
+        prefix: str | None = None,
+        suffix: str | None = None,
+    ) -> None:
+        from torchmetrics.classification import MulticlassAUROC
+
+        classes = _classes("AUCCallback", num_classes)
+        averages: tuple[Any, ...] = ("macro", "weighted")
+        metrics = {
+            f"{prefix or ''}auc{suffix or ''}/_{average}": MulticlassAUROC(classes, average=average)
+            for average in averages
+        }
+        super().__init__(metrics=metrics, keys=_keys(input_key, target_key))
+
+
+def _keys(input_key: str | None, target_key: str | None) -> dict[str, Any]:
+    return {"output_key": input_key, "target_key": target_key}
+
+
+def _classes(kind: str, number: int | None) -> int:
+    if number is None:
+        raise UserError(f"{kind} needs to know how many classes there are; write num_classes=10")
+    return number

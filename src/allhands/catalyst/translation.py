@@ -1,0 +1,85 @@
+"""What a callback of Catalyst's means to `SupervisedRunner.train`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from allhands.errors import UserError, kind_of
+
+
+class ArgumentCallback:
+    """A callback of Catalyst's that is an argument of `train` here.
+
+    Attributes:
+        settings: arguments of `train`, by name.
+        metrics: what is measured, by name.
+        keys: of the runner that it needs to be another's: ``{"output_key": "logits"}``.
+    """
+
+    def __init__(
+        self,
+        settings: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        keys: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.settings, self.metrics = dict(settings or {}), dict(metrics or {})
+        self.keys = {key: value for key, value in (keys or {}).items() if value is not None}
+
+
+def translate(
+    runner: Any, callbacks: Any, given: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[Any]]:
+    """The arguments of `train` that callbacks stand for, and the callbacks that are left.
+
+    Args:
+        runner: whose keys the callbacks name.
+        callbacks: a list, or a dict, of callbacks.
+        given: the arguments that were given besides.
+
+    Raises:
+        UserError: two say different things, or a callback names a key that the runner has not.
+    """
+    members: Iterable[Any] = callbacks or []
+    if isinstance(callbacks, Mapping):
+        members = callbacks.values()
+    settings = {name: value for name, value in given.items() if value is not None}
+    metrics: dict[str, Any] = dict(settings.pop("metrics", None) or {})
+    rest = []
+    for callback in members:
+        if not isinstance(callback, ArgumentCallback):
+            rest.append(callback)
+            continue
+        kind = type(callback).__name__
+        for key, value in callback.keys.items():
+            if value != getattr(runner, key):
+                raise UserError(
+                    f"{kind} asks for {value!r}, and the runner's {key} is "
+                    f"{getattr(runner, key)!r}; write the same in both"
+                )
+        for name, value in callback.settings.items():
+            if settings.setdefault(name, value) != value:
+                raise UserError(
+                    f"{kind} says {name}={value!r}, and {name}={settings[name]!r} was given; leave "
+                    "one of them out"
+                )
+        for name, metric in callback.metrics.items():
+            if name in metrics:
+                raise UserError(f"two metrics are named {name!r}; write prefix='…' in {kind}")
+            metrics[name] = metric
+    return {**settings, "metrics": metrics or None}, rest
+
+
+def only_default(kind: str, **given: Any) -> None:
+    """Raise `UserError` for what a callback was given and is not honoured here.
+
+    Args:
+        kind: of the callback.
+        given: by name, the value and the only one that is honoured.
+    """
+    for name, (value, default) in given.items():
+        if value != default:
+            raise UserError(
+                f"{kind}({name}={value if isinstance(value, str) else kind_of(value)}): "
+                f"only {default!r} is possible here"
+            )
