@@ -175,6 +175,8 @@ def test_callbacks_that_are_arguments() -> None:
         (lambda: train(loggers={}, valid_metric="loss"), None),
         (lambda: train(loggers={"csv": 1}), r"train\(loggers=…\): write logdir"),
         (lambda: train(valid_metric="loss", main_metric="x"), "are one argument"),
+        (lambda: train(fp16=True, precision="bf16"), "fp16=True and precision='bf16'"),
+        (lambda: train(callbacks=[dl.SchedulerCallback(mode="epoch")]), "needs train.scheduler"),
         (lambda: train(callbacks=[dl.AccuracyCallback("scores")]), "asks for 'scores'"),
         (lambda: train(callbacks=[dl.AccuracyCallback(), dl.AccuracyCallback()]), "two metrics"),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import nn
 
 import allhands.runner
 from allhands.catalyst.translation import only_default, translate
-from allhands.errors import UserError
+from allhands.errors import UserError, did_you_mean
 from allhands.loop.history import History
 from allhands.runner.keys import Keys
 from allhands.step.modes import evaluation_mode
@@ -103,15 +104,17 @@ class SupervisedRunner(allhands.runner.SupervisedRunner):
         for name, instead in _INSTEAD.items():
             if given.pop(name, None):
                 raise UserError(f"train({name}=…): write {instead}")
-        if fp16:
-            given.setdefault("precision", "fp16")
-        if ddp:
-            given.setdefault("distributed", True)
+        flags = {"fp16": (fp16, "precision", "fp16"), "ddp": (ddp, "distributed", True)}
+        for name, (flag, here, value) in flags.items():
+            if flag and given.setdefault(here, value) != value:
+                raise UserError(f"{name}=True and {here}={given[here]!r}; leave out one of them")
         if cpu:
             self.device = "cpu"
         settings, rest = translate(self, callbacks, given)
         period = settings.pop("scheduler_period", None)
-        if period is not None and settings.get("scheduler") is not None:
+        if period is not None:
+            if settings.get("scheduler") is None:
+                raise UserError("SchedulerCallback(mode=…) needs train(scheduler=…)")
             settings["scheduler"] = settings["scheduler"], period
         _check_names(settings)
         self.trained_with = settings.get("criterion")
@@ -176,10 +179,6 @@ class SupervisedRunner(allhands.runner.SupervisedRunner):
 
 def _check_names(settings: dict[str, Any]) -> None:
     """Raise `UserError` for an argument that `train` does not have."""
-    import inspect
-
-    from allhands.errors import did_you_mean
-
     known = inspect.signature(allhands.runner.SupervisedRunner.train).parameters
     for name in settings:
         if name not in known:
