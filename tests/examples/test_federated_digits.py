@@ -35,8 +35,8 @@ def test_clients_learn_to_read_digits(tmp_path):
 @pytest.mark.rare
 def test_one_worker_gives_the_numbers_of_two(tmp_path):
     for workers in (1, 2):
-        run(tmp_path, f"workers={workers}", "strategy.rounds=10", f"logdir={workers}")
-    one, two = rows(tmp_path / "1"), rows(tmp_path / "2")
+        run(tmp_path, f"workers={workers}", "strategy.rounds=10", f"logdir=on_{workers}")
+    one, two = rows(tmp_path / "on_1"), rows(tmp_path / "on_2")
     # Workers have a thread each where one has all cores, so that sums within an operation differ by
     # rounding.
     for alone, shared in zip(one, two, strict=True):
