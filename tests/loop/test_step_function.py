@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from allhands import Loop, UserError
 
 
-def train(factor: Callable[[], Any], power: float) -> None:
+def train(factor: Callable[[], Any], power: float) -> int:
+    """How many steps it takes."""
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     data = TensorDataset(torch.arange(36.0).reshape(12, 3).square() / 36)
@@ -32,6 +33,7 @@ def train(factor: Callable[[], Any], power: float) -> None:
 
     for step in loop.steps(2):
         loop.step(loss_of, step.batch)
+    return loop.global_step
 
 
 @pytest.mark.parametrize(
@@ -40,7 +42,7 @@ def train(factor: Callable[[], Any], power: float) -> None:
     ids=["torch", "numpy", "random"],
 )
 def test_a_function_that_draws_is_not_accused_of_being_no_mean(draw: Callable[[], Any]) -> None:
-    train(draw, power=1)
+    assert train(draw, power=1) == 2
 
 
 def test_a_function_that_is_no_mean_is_named() -> None:

@@ -22,7 +22,7 @@ from allhands.catalyst.setting_callbacks import (
     TqdmCallback,
 )
 from allhands.catalyst.supervised_runner import SupervisedRunner
-from allhands.errors import UserError
+from allhands.catalyst.translation import refuse_name
 from allhands.runner import Callback
 
 _OWN = "class Own(allhands.Runner) with train_step(self, loop, batch): docs/loop.md"
@@ -70,9 +70,7 @@ _INSTEAD = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _INSTEAD:  # an AttributeError would not be told by `from … import`
-        raise UserError(f"dl.{name} is not here; write {_INSTEAD[name]}")
-    raise AttributeError(f"module 'allhands.catalyst.dl' has no attribute {name!r}")
+    refuse_name("dl", name, _INSTEAD)
 
 
 __all__ = [

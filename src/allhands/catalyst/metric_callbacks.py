@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,13 +85,8 @@ class PrecisionRecallF1SupportCallback(ArgumentCallback):
             "recall": classification.MulticlassRecall,
             "f1": classification.MulticlassF1Score,
         }
-        classes = _classes("PrecisionRecallF1SupportCallback", num_classes)
-        averages: tuple[Any, ...] = ("micro", "macro", "weighted")
-        metrics = {
-            f"{prefix or ''}{name}{suffix or ''}/_{average}": kind(classes, average=average)
-            for name, kind in kinds.items()
-            for average in averages
-        }
+        averages = ("micro", "macro", "weighted")
+        metrics = _averaged(self, kinds, averages, num_classes, prefix, suffix)
         super().__init__(metrics=metrics, keys=_keys(input_key, target_key))
 
 
@@ -117,12 +112,8 @@ class AUCCallback(ArgumentCallback):
     ) -> None:
         from torchmetrics.classification import MulticlassAUROC
 
-        classes = _classes("AUCCallback", num_classes)
-        averages: tuple[Any, ...] = ("macro", "weighted")
-        metrics = {
-            f"{prefix or ''}auc{suffix or ''}/_{average}": MulticlassAUROC(classes, average=average)
-            for average in averages
-        }
+        kinds, averages = {"auc": MulticlassAUROC}, ("macro", "weighted")
+        metrics = _averaged(self, kinds, averages, num_classes, prefix, suffix)
         super().__init__(metrics=metrics, keys=_keys(input_key, target_key))
 
 
@@ -130,7 +121,22 @@ def _keys(input_key: str | None, target_key: str | None) -> dict[str, Any]:
     return {"output_key": input_key, "target_key": target_key}
 
 
-def _classes(kind: str, number: int | None) -> int:
-    if number is None:
-        raise UserError(f"{kind} needs to know how many classes there are; write num_classes=10")
-    return number
+def _averaged(
+    callback: ArgumentCallback,
+    kinds: Mapping[str, Callable[..., Any]],
+    averages: Sequence[str],
+    num_classes: int | None,
+    prefix: str | None,
+    suffix: str | None,
+) -> dict[str, Any]:
+    """Metrics of torchmetrics over the classes, for each kind and average."""
+    if num_classes is None:
+        raise UserError(
+            f"{type(callback).__name__} needs to know how many classes there are; write "
+            "num_classes=10"
+        )
+    return {
+        f"{prefix or ''}{name}{suffix or ''}/_{average}": kind(num_classes, average=average)
+        for name, kind in kinds.items()
+        for average in averages
+    }

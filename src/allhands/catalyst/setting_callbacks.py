@@ -119,7 +119,7 @@ class SchedulerCallback(ArgumentCallback):
             "main_metric": metric_key,
             "scheduler_period": periods[mode],
         }
-        super().__init__({name: value for name, value in settings.items() if value is not None})
+        super().__init__(settings)
 
 
 class CheckpointCallback(ArgumentCallback):
@@ -146,7 +146,7 @@ class CheckpointCallback(ArgumentCallback):
             "main_metric": metric_key,
             "minimize_metric": minimize,
         }
-        super().__init__({name: value for name, value in settings.items() if value is not None})
+        super().__init__(settings)
 
 
 class TqdmCallback(ArgumentCallback):

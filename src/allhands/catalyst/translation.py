@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from allhands.errors import UserError, kind_of
 
@@ -23,8 +23,13 @@ class ArgumentCallback:
         metrics: Mapping[str, Any] | None = None,
         keys: Mapping[str, Any] | None = None,
     ) -> None:
-        self.settings, self.metrics = dict(settings or {}), dict(metrics or {})
-        self.keys = {key: value for key, value in (keys or {}).items() if value is not None}
+        self.settings, self.metrics = _given(settings), _given(metrics)
+        self.keys = _given(keys)
+
+
+def _given(values: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Those that are not None."""
+    return {name: value for name, value in (values or {}).items() if value is not None}
 
 
 def translate(
@@ -43,7 +48,7 @@ def translate(
     members: Iterable[Any] = callbacks or []
     if isinstance(callbacks, Mapping):
         members = callbacks.values()
-    settings = {name: value for name, value in given.items() if value is not None}
+    settings = _given(given)
     metrics: dict[str, Any] = dict(settings.pop("metrics", None) or {})
     rest = []
     for callback in members:
@@ -68,6 +73,19 @@ def translate(
                 raise UserError(f"two metrics are named {name!r}; write prefix='…' in {kind}")
             metrics[name] = metric
     return {**settings, "metrics": metrics or None}, rest
+
+
+def refuse_name(module: str, name: str, instead: Mapping[str, str]) -> NoReturn:
+    """Say that a module of ours has no such name.
+
+    Args:
+        module: "dl" or "utils".
+        name: that was asked for.
+        instead: what to write for names of Catalyst's.
+    """
+    if name in instead:  # an AttributeError would not be told by `from … import`
+        raise UserError(f"{module}.{name} is not here; write {instead[name]}")
+    raise AttributeError(f"module 'allhands.catalyst.{module}' has no attribute {name!r}")
 
 
 def only_default(kind: str, **given: Any) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from allhands.data import seed_everything
-from allhands.errors import UserError
+from allhands.catalyst.translation import refuse_name
+from allhands.data import seed_everything as set_global_seed
 from allhands.runner.utils import distributed_cmd_run
 
 _INSTEAD = {
@@ -20,20 +20,13 @@ _INSTEAD = {
 }
 
 
-def set_global_seed(seed: int) -> None:
-    """Seed the global generators of torch, numpy and random."""
-    seed_everything(seed)
-
-
 def get_device() -> torch.device:
     """A GPU where there is one, else the processor."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def __getattr__(name: str) -> Any:
-    if name in _INSTEAD:  # an AttributeError would not be told by `from … import`
-        raise UserError(f"utils.{name} is not here; write {_INSTEAD[name]}")
-    raise AttributeError(f"module 'allhands.catalyst.utils' has no attribute {name!r}")
+    refuse_name("utils", name, _INSTEAD)
 
 
 __all__ = ["distributed_cmd_run", "get_device", "set_global_seed"]

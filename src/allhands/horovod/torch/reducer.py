@@ -378,10 +378,10 @@ class Reducer:
     def synchronize(self) -> None:
         """Send what has not been, and wait for all. A parameter without a gradient on any rank
         keeps None."""
-        self.synchronized = True
         if not self._takes_part:
+            self.synchronized = True
             return
-        self.synchronized, usual = False, False
+        usual = False
         try:
             if not self._begun:
                 self._begin()
