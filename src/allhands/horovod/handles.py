@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -53,6 +53,8 @@ class Handle:
         self.what = what
         self.absent: Sequence[int] = ()  # places of tensors that no rank has a value for
         self._over = threading.Event()
+        self._lock = threading.Lock()
+        self._then: Callable[[], None] | None = None
         self._result: Any = None
         self._error: str | None = None
         self._on_gpu: OnGPU | None = None
@@ -77,12 +79,28 @@ class Handle:
             self._on_gpu.wait(self._result)
         return self._result
 
+    def when_over(self, then: Callable[[], None]) -> None:
+        """Call `then` once `wait` would return or raise on the CPU: now, or in the engine's
+        thread."""
+        with self._lock:
+            if not self._over.is_set():
+                self._then = then
+                return
+        then()
+
     def finish(self, result: Any, on_gpu: OnGPU | None = None) -> None:
         """Called by the engine."""
         self._result, self._on_gpu = result, on_gpu
-        self._over.set()
+        self._end()
 
     def fail(self, error: str) -> None:
         """Called by the engine."""
         self._error = error
-        self._over.set()
+        self._end()
+
+    def _end(self) -> None:
+        with self._lock:
+            self._over.set()
+            then, self._then = self._then, None
+        if then is not None:
+            then()

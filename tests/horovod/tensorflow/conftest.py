@@ -21,3 +21,13 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
 
     with started(tmp_path_factory.mktemp("workers")) as two:
         yield two
+
+
+@pytest.fixture(scope="module")
+def one_thread(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+    """Two workers in which TensorFlow runs one operation at a time."""
+    from tests.horovod.tensorflow.workers import started
+
+    env = {"TF_NUM_INTEROP_THREADS": "1"}
+    with started(tmp_path_factory.mktemp("one thread"), env=env) as two:
+        yield two

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import time
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import allhands.horovod.tensorflow as hvd
-from allhands.horovod.tensorflow.bridge import _KEPT, _calls
+from allhands.horovod.tensorflow import graphs
 from tests.horovod.tensorflow.workers import Workers
 
 pytestmark = pytest.mark.serial
@@ -159,6 +160,69 @@ def test_in_a_function_the_order_of_calls_may_differ(workers: Workers) -> None:
     assert workers(_other_order) == [[[1.5 * i for i in range(8)]] * 3] * 2
 
 
+def _one_thread(count: int) -> list[Any]:
+    """What two ranks with one thread of TensorFlow's get that begin in opposite orders: calls of a
+    function, of functions that it calls, and of loops whose iterations overlap."""
+    rank = hvd.rank()
+    counter = tf.Variable(0.0)
+
+    @tf.function
+    def inner(number: int) -> Any:
+        counter.assign_add(1.0)
+        return hvd.allreduce(mine(number), name=f"inner {number}")
+
+    @tf.function
+    def loop(values: Any) -> Any:
+        totals = (tf.zeros([1]), tf.zeros([1]))
+        for value in values:
+            got = {}
+            for place in (0, 1) if rank == 0 else (1, 0):
+                got[place] = hvd.allreduce(value * mine(1 + place), name=f"loop {place}")
+            totals = (totals[0] + got[0], totals[1] + got[1])
+        return totals
+
+    @tf.function
+    def step() -> Any:
+        order = range(count) if rank == 0 else range(count)[::-1]
+        plain = {i: hvd.allreduce(mine(i), name=f"plain {i}") for i in order}
+        called = {i: inner(i) for i in order}
+        return [[each[i] for i in range(count)] for each in (plain, called)]
+
+    found = []
+    for _ in range(3):
+        found.append([[value.numpy().item() for value in values] for values in step()])
+        sums = loop(tf.range(12, dtype=tf.float32))
+        found[-1].append([value.numpy().item() for value in sums])
+    assert float(counter) == 3 * count
+    return found
+
+
+def test_in_a_function_the_order_may_differ_with_one_thread_of_tensorflow(
+    one_thread: Workers,
+) -> None:
+    plain = [1.5 * i for i in range(12)]
+    assert one_thread(_one_thread, 12) == [[[plain, plain, [99.0, 198.0]]] * 3] * 2
+
+
+def _failed_then_again() -> list[float]:
+    """A step that fails on one part, and works the next times."""
+    rank = hvd.rank()
+
+    @tf.function
+    def step(length: Any) -> Any:
+        ragged = hvd.allreduce(tf.ones([length]), name="ragged")
+        return tf.reduce_sum(ragged) + hvd.allreduce(mine(1), name="even")[0]
+
+    for _ in range(2):
+        with pytest.raises(tf.errors.UnknownError, match=r"rank 0 gave shape \[1\]"):
+            step(tf.constant(1 + rank))
+    return [step(tf.constant(2)).numpy().item() for _ in range(20)]
+
+
+def test_after_an_operation_that_failed_the_next_ones_work(one_thread: Workers) -> None:
+    assert one_thread(_failed_then_again) == [[3.5] * 20] * 2
+
+
 def _again_and_again() -> list[float]:
     @tf.function
     def several(values: Any) -> Any:
@@ -179,13 +243,22 @@ def test_names_do_not_depend_on_how_often_a_function_was_traced(workers: Workers
 
 
 def _unread() -> float:
+    places = []
+    made = graphs.Place.__init__
+
+    def noted(place: graphs.Place, *args: Any) -> None:
+        made(place, *args)
+        places.append(place)
+
     @tf.function
     def step() -> Any:
         hvd.allreduce(mine(1), name="nobody reads this")
         return hvd.allreduce(mine(1), name="read")
 
-    values = [step().numpy().item() for _ in range(40)]
-    assert len(_calls._open) <= _KEPT
+    with mock.patch.object(graphs.Place, "__init__", noted):
+        values = [step().numpy().item() for _ in range(40)]
+    assert len(places) == 2
+    assert all(len(place._open) <= graphs.KEPT for place in places)
     return values[-1]
 
 

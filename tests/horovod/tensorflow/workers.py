@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -41,16 +41,17 @@ class Workers:
 
 
 @contextmanager
-def started(folder: Path, number: int = 2) -> Iterator[Workers]:
-    """`number` workers that have called ``hvd.init()``."""
+def started(
+    folder: Path, number: int = 2, env: Mapping[str, str] | None = None
+) -> Iterator[Workers]:
+    """`number` workers that have called ``hvd.init()``, with these variables."""
     failures: list[BaseException] = []
     address = str(folder / "workers")
 
     def run() -> None:
         try:
-            spawn(
-                _serve, (address,), workers=number, env={**ONE_THREAD, "TF_CPP_MIN_LOG_LEVEL": "2"}
-            )
+            own = {**ONE_THREAD, "TF_CPP_MIN_LOG_LEVEL": "2", **(env or {})}
+            spawn(_serve, (address,), workers=number, env=own)
         except BaseException as error:
             failures.append(error)
             with Client(address) as connection:  # whoever waits in accept() need not wait longer
