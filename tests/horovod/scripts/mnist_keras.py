@@ -47,7 +47,12 @@ scaled_lr = 0.002 * hvd.size()
 opt = hvd.DistributedOptimizer(
     tf.optimizers.Adam(scaled_lr), backward_passes_per_step=1, average_aggregated_gradients=True
 )
-model.compile(loss=tf.losses.SparseCategoricalCrossentropy(), optimizer=opt, metrics=["accuracy"])
+model.compile(
+    loss=tf.losses.SparseCategoricalCrossentropy(),
+    optimizer=opt,
+    metrics=["accuracy"],
+    experimental_run_tf_function=False,
+)
 
 callbacks = [
     hvd.callbacks.BroadcastGlobalVariablesCallback(0),

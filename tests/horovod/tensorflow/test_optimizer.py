@@ -194,9 +194,45 @@ def test_the_optimizers_name_settings_and_state_are_kept() -> None:
     assert len(ours.variables()) == len(plain.variables)  # as scripts for Keras 2 write it
 
 
+def test_keras_itself_is_as_it_was() -> None:
+    """Only ``import horovod.tensorflow`` gives it words of Keras 2."""
+    with pytest.raises(ValueError, match="lr"):
+        tf.keras.optimizers.SGD(lr=0.1)
+    with pytest.raises(TypeError, match="not callable"):
+        tf.keras.optimizers.SGD().variables()
+    assert not hasattr(tf.keras.Model, "reset_states")
+
+
+def _partial() -> list[Any]:
+    layers = tf.keras.layers
+    model = tf.keras.Sequential([layers.Input((1,)), layers.Dense(1), layers.Dense(1)])
+    optimizer = hvd_keras.PartialDistributedOptimizer(
+        tf.keras.optimizers.SGD(1.0), local_layers=model.layers[0]
+    )
+    before = [weight.numpy() for weight in model.trainable_weights]
+    gradients = [tf.ones(weight.shape) * (hvd.rank() + 1) for weight in model.trainable_weights]
+    optimizer.apply_gradients(zip(gradients, model.trainable_weights, strict=True))
+    return [
+        float(np.mean(old - new.numpy()))
+        for old, new in zip(before, model.trainable_weights, strict=True)
+    ]
+
+
+def test_layers_can_be_left_to_each_rank(workers: Workers) -> None:
+    for rank, moved in enumerate(workers(_partial)):
+        own = (rank + 1) / 2  # divided by the number of ranks, as in Horovod
+        np.testing.assert_allclose(moved, [own, own, 1.5, 1.5], rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (
+            lambda: hvd_keras.PartialDistributedOptimizer(
+                tf.keras.optimizers.SGD(), local_layers=[tf.keras.layers.Dense(1)]
+            ),
+            "has no variables yet; build the model first",
+        ),
         (
             lambda: hvd.DistributedOptimizer("adam"),
             "takes a tf.keras.optimizers.Optimizer of Keras 3; this is a str",

@@ -98,3 +98,18 @@ def test_calls_of_tensorflow_1_say_what_to_write() -> None:
         hvd.broadcast_global_variables(0)
     with pytest.raises(ValueError, match="leave it out"):
         hvd.broadcast_object(1, session=object())
+
+
+def _monitored() -> list[list[float]]:
+    v1 = tf.compat.v1
+    with tf.Graph().as_default():
+        weight = v1.get_variable("weight", initializer=tf.constant([1.0, 2.0]) * (hvd.rank() + 1))
+        v1.train.get_or_create_global_step()
+        total = hvd.allreduce(weight, op=hvd.Sum)
+        hook = hvd.BroadcastGlobalVariablesHook(1)
+        with v1.train.MonitoredTrainingSession(hooks=[hook]) as session:
+            return [session.run(weight).tolist(), session.run(total).tolist()]
+
+
+def test_a_monitored_session_begins_with_one_ranks_variables(workers: Workers) -> None:
+    assert workers(_monitored) == [[[2.0, 4.0], [4.0, 8.0]]] * 2

@@ -71,6 +71,9 @@ class _AliasLoader:
 
     def create_module(self, spec: ModuleSpec) -> Any:
         module = importlib.import_module(self._name)
+        if "allhands.horovod.tensorflow" in sys.modules:
+            keras2 = importlib.import_module("allhands.horovod.tensorflow.keras.keras2")
+            keras2.provide()
         self._spec = module.__spec__
         return module
 

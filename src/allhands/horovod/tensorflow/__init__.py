@@ -78,6 +78,7 @@ from allhands.horovod.tensorflow.queries import (
 )
 from allhands.horovod.tensorflow.sync_batch_norm import SyncBatchNormalization
 from allhands.horovod.tensorflow.variables import (
+    BroadcastGlobalVariablesHook,
     allgather_object,
     broadcast_,
     broadcast_global_variables,
@@ -90,6 +91,7 @@ __all__ = [
     "ActiveAverage",
     "Adasum",
     "Average",
+    "BroadcastGlobalVariablesHook",
     "Compression",
     "DistributedGradientTape",
     "DistributedOptimizer",

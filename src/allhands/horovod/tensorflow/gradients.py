@@ -303,16 +303,7 @@ def PartialDistributedGradientTape(
 ) -> Any:
     """`DistributedGradientTape` that leaves the gradients of `local_layers` (a Keras layer or a
     list of them) to each rank."""
-    layers = (
-        []
-        if local_layers is None
-        else [local_layers]
-        if isinstance(local_layers, tf.keras.layers.Layer)
-        else list(local_layers)
-    )
-    for layer in layers:
-        if not isinstance(layer, tf.keras.layers.Layer):
-            raise UserError(f"local_layers takes Keras layers; this is {kind_of(layer)}")
+    variables = variables_of(local_layers)
     tape = DistributedGradientTape(
         gradtape,
         device_dense,
@@ -326,7 +317,25 @@ def PartialDistributedGradientTape(
         process_set,
         scale_local_gradients,
     )
-    for layer in layers:
-        for variable in layer.trainable_weights:
-            tape.register_local_source(variable)
+    for variable in variables:
+        tape.register_local_source(variable)
     return tape
+
+
+def variables_of(local_layers: Any) -> list[Any]:
+    """The trainable variables of a Keras layer, or of a list of them; None has none."""
+    if local_layers is None:
+        layers = []
+    elif isinstance(local_layers, tf.keras.layers.Layer):
+        layers = [local_layers]
+    else:
+        layers = list(local_layers)
+    for layer in layers:
+        if not isinstance(layer, tf.keras.layers.Layer):
+            raise UserError(f"local_layers takes Keras layers; this is {kind_of(layer)}")
+        if not layer.built:
+            raise UserError(
+                f"local_layers: the layer {layer.name!r} has no variables yet; build the model "
+                "first, by model.build(input_shape) or a layers.Input as its first layer"
+            )
+    return [variable for layer in layers for variable in layer.trainable_weights]

@@ -10,7 +10,7 @@ import tensorflow as tf
 from allhands.errors import UserError, kind_of
 from allhands.horovod import engine
 from allhands.horovod.process_sets import ProcessSet, global_process_set
-from allhands.horovod.tensorflow.bridge import as_written
+from allhands.horovod.tensorflow.bridge import as_written, check_device
 from allhands.horovod.tensorflow.collectives import broadcast_all
 
 
@@ -78,17 +78,56 @@ def broadcast_(
     return received
 
 
-def broadcast_global_variables(root_rank: int) -> None:
-    """Horovod's call for TensorFlow 1's global variables.
+@as_written
+def broadcast_global_variables(root_rank: int) -> Any:
+    """The operation that gives all ranks the global variables of rank `root_rank`, for a session of
+    TensorFlow 1.
 
     Raises:
-        UserError: always; it says what to write.
+        UserError: TensorFlow 2 runs, which has no global variables; it says what to write.
     """
-    raise UserError(
-        "there are no global variables in TensorFlow 2: write "
-        "hvd.broadcast_variables(model.variables, root_rank=0) "
-        "and the same with optimizer.variables"
+    if tf.compat.v1.executing_eagerly_outside_functions():
+        raise UserError(
+            "there are no global variables in TensorFlow 2: write "
+            "hvd.broadcast_variables(model.variables, root_rank=0) "
+            "and the same with optimizer.variables"
+        )
+    variables = tf.compat.v1.global_variables()
+    if not variables:
+        raise UserError("broadcast_global_variables: the graph has no variables; call it later")
+    received = broadcast_all(
+        [tf.convert_to_tensor(variable) for variable in variables],
+        root_rank,
+        kind="broadcast_global_variables",
+        tensor_names=[variable.name for variable in variables],
     )
+    return tf.group(
+        *(variable.assign(value) for variable, value in zip(variables, received, strict=True))
+    )
+
+
+class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
+    """Give all ranks the global variables of rank `root_rank`, when a monitored session of
+    TensorFlow 1 begins.
+
+    Args:
+        root_rank: whose values are taken.
+        device: accepted when empty or a CPU.
+    """
+
+    def __init__(self, root_rank: int, device: str = "") -> None:
+        super().__init__()
+        check_device("device", device)
+        self.root_rank = root_rank
+        self.bcast_op: Any = None
+
+    def begin(self) -> None:
+        """Build the operation, while the graph can be changed."""
+        self.bcast_op = broadcast_global_variables(self.root_rank)
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        """Run it."""
+        session.run(self.bcast_op)
 
 
 def is_generator_state(variable: Any) -> bool:

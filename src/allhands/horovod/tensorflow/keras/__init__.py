@@ -42,6 +42,7 @@ from allhands.horovod.process_sets import ProcessSet, global_process_set
 from allhands.horovod.reduce_ops import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from allhands.horovod.tensorflow import collectives
 from allhands.horovod.tensorflow.compression import Compression
+from allhands.horovod.tensorflow.gradients import variables_of
 from allhands.horovod.tensorflow.keras import callbacks, elastic
 from allhands.horovod.tensorflow.keras.optimizer import (
     DistributedOptimizer as _DistributedOptimizer,
@@ -59,6 +60,7 @@ __all__ = [
     "DistributedOptimizer",
     "Max",
     "Min",
+    "PartialDistributedOptimizer",
     "ProcessSet",
     "Product",
     "Sum",
@@ -134,6 +136,51 @@ def DistributedOptimizer(
         process_set=process_set,
         scale_local_gradients=scale_local_gradients,
     )
+
+
+def PartialDistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: ReduceOp = Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """`DistributedOptimizer` that leaves the gradients of `local_layers` to each rank.
+
+    Args:
+        local_layers: a Keras layer or a list of them, which are built; None: none.
+
+    Raises:
+        UserError: as `DistributedOptimizer`; a local layer is no Keras layer, or not built.
+    """
+    variables = variables_of(local_layers)
+    made = _DistributedOptimizer(
+        optimizer,
+        name,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        backward_passes_per_step=backward_passes_per_step,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        average_aggregated_gradients=average_aggregated_gradients,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
+    for variable in variables:
+        made.register_local_var(variable)
+    return made
 
 
 def allreduce(

@@ -14,13 +14,7 @@ from allhands.horovod.reduce_ops import ReduceOp
 from allhands.horovod.tensorflow.bridge import as_written
 from allhands.horovod.tensorflow.compression import Compression
 from allhands.horovod.tensorflow.gradients import GradientReduction
-
-
-class _Variables(list[Any]):
-    """Keras 3 has ``optimizer.variables``; scripts written for Keras 2 call it."""
-
-    def __call__(self) -> _Variables:
-        return self
+from allhands.horovod.tensorflow.keras.keras2 import CallableVariables
 
 
 class _PassCounter:
@@ -76,8 +70,8 @@ class _Distributed:
     _passes: _PassCounter | None
 
     @property
-    def variables(self) -> _Variables:
-        return _Variables(super().variables)  # type: ignore[misc]
+    def variables(self) -> CallableVariables:
+        return CallableVariables(super().variables)  # type: ignore[misc]
 
     def register_local_var(self, variable: Any) -> None:
         """Leave this variable's gradient as it is on each rank, divided by the number of ranks."""
