@@ -80,7 +80,7 @@ def _optimizers() -> None:
     optimizer = tf.keras.optimizers.Optimizer
     for cls in _with_subclasses(_owner(optimizer, "variables")):
         found = vars(cls).get("variables")
-        if isinstance(found, property):
+        if isinstance(found, property) and found.fget is not None:
             cls.variables = property(functools.partial(_callable, found.fget))
     base = _owner(optimizer, "learning_rate")
     base.__init__ = _with_old_arguments(base.__init__)
