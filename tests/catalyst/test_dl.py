@@ -161,12 +161,14 @@ def test_callbacks_that_are_arguments() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: dl.Runner, r"dl.Runner is not here; write class Own\(allhands.Runner\)"),
+        (lambda: dl.IRunner, r"dl.IRunner is not here; write class Own\(dl.Runner\)"),
         (lambda: catalyst.DiceCallback, r"train\(metrics="),
         (lambda: utils.trace_model, "torch.export.export"),
         (lambda: dl.SupervisedRunner(engine=object()), r"train\(distributed"),
-        (lambda: dl.SupervisedRunner(loss_key="total"), r"only 'loss' is possible"),
-        (lambda: dl.SupervisedRunner(output_key=["a", "b"]), "write one name"),
+        (
+            lambda: dl.SupervisedRunner(output_key=["a", "b"], device="cpu").train(**objects()),
+            "output_key=\\['a', 'b'\\].*the model's output is Tensor",
+        ),
         (lambda: dl.AUCCallback("logits", "targets"), "write num_classes=10"),
         (lambda: dl.CheckpointCallback(topk=3), r"only 1 is possible"),
         (lambda: dl.OptimizerCallback(grad_clip_fn=max), "grad_clip_fn=torch.nn.utils"),

@@ -137,7 +137,7 @@ def own_data_by_hand() -> list[torch.Tensor]:
     return weights(model)
 
 
-def idle(workers: int) -> list[torch.Tensor]:
+def idle(workers: int, in_window: bool = False) -> list[torch.Tensor]:
     """Seven samples, six a step: in the second one some ranks have none."""
     model = net()
     x, y = (tensor[:7] for tensor in loaders(1)["train"].dataset.tensors)
@@ -147,7 +147,14 @@ def idle(workers: int) -> list[torch.Tensor]:
         loaders={"train": DataLoader(TensorDataset(x, y), batch_size=6 // workers)},
     )
     for epoch in loop.epochs(3):
-        for inputs, targets in epoch.train:
+        for batch in epoch.train:
+            if in_window:
+                with loop.accumulating():
+                    for inputs, targets in batch.micro_batches:
+                        loss = F.cross_entropy(loop.model(inputs), targets)
+                        loop.backward(loss, count=len(inputs))
+                continue
+            inputs, targets = batch
             loop.backward(F.cross_entropy(loop.model(inputs), targets))
             loop.step()
     return weights(model)
@@ -163,7 +170,7 @@ def test_one_process_is_the_loop_by_hand() -> None:
 def all_of_them(workers: int, accumulate: int) -> list[list[torch.Tensor]]:
     found = [in_windows(workers, accumulate), gan(workers), idle(workers)]
     found += [gan(workers, DDP(optimizer_state="sharded")), own_data(workers)]
-    return [*found, contrastive(workers)]
+    return [*found, contrastive(workers), idle(workers, in_window=True)]
 
 
 @pytest.mark.serial
@@ -171,7 +178,7 @@ def all_of_them(workers: int, accumulate: int) -> list[list[torch.Tensor]]:
 @pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.rare), 3])
 def test_workers_are_the_loop_by_hand(workers: int) -> None:
     expected = [classifier_by_hand(clip=0.5)[0], gan_by_hand(), idle(1)]
-    expected += [gan_by_hand(), own_data_by_hand(), contrastive_by_hand()]
+    expected += [gan_by_hand(), own_data_by_hand(), contrastive_by_hand(), idle(1)]
     for found in in_world(workers, all_of_them, workers, 1 if workers == 3 else 2):
         for one, other in zip(found, expected, strict=True):
             assert_same(one, other)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from allhands.catalyst import dl, utils
+from allhands.catalyst import dl, metrics, utils
 
 
 def __getattr__(name: str) -> Any:
     return getattr(dl, name)
 
 
-__all__ = ["dl", "utils"]
+__all__ = ["dl", "metrics", "utils"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from allhands.catalyst.translation import ArgumentCallback
+from allhands.catalyst.batch_callbacks import MetricCallback
 from allhands.errors import UserError
 
 
@@ -27,7 +27,7 @@ class TopKAccuracy:
         return (places == target.unsqueeze(1)).any(dim=1).float().mean()
 
 
-class AccuracyCallback(ArgumentCallback):
+class AccuracyCallback(MetricCallback):
     """Top-k accuracy: ``accuracy01``, ``accuracy03``, …, and ``accuracy``, which is the first.
 
     Args:
@@ -56,7 +56,7 @@ class AccuracyCallback(ArgumentCallback):
         super().__init__(metrics=metrics, keys=_keys(input_key, target_key))
 
 
-class PrecisionRecallF1SupportCallback(ArgumentCallback):
+class PrecisionRecallF1SupportCallback(MetricCallback):
     """Precision, recall and F1 over the classes: ``precision/_macro``, ``f1/_weighted``, ….
 
     Args:
@@ -90,7 +90,7 @@ class PrecisionRecallF1SupportCallback(ArgumentCallback):
         super().__init__(metrics=metrics, keys=_keys(input_key, target_key))
 
 
-class AUCCallback(ArgumentCallback):
+class AUCCallback(MetricCallback):
     """The area under the ROC curve, the mean over the classes: ``auc/_macro``, ``auc/_weighted``.
 
     Args:
@@ -122,7 +122,7 @@ def _keys(input_key: str | None, target_key: str | None) -> dict[str, Any]:
 
 
 def _averaged(
-    callback: ArgumentCallback,
+    callback: MetricCallback,
     kinds: Mapping[str, Callable[..., Any]],
     averages: Sequence[str],
     num_classes: int | None,

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from torch import nn
-
 from allhands.catalyst.translation import ArgumentCallback, only_default
 from allhands.errors import UserError
 from allhands.runner import EarlyStopping
@@ -24,83 +19,13 @@ def EarlyStoppingCallback(
     return EarlyStopping(patience, metric or metric_key, minimize, min_delta, loader_key)
 
 
-class CriterionCallback(ArgumentCallback):
-    """The runner calls the criterion itself; the keys have to be the runner's."""
-
-    def __init__(
-        self,
-        input_key: str | None = None,
-        target_key: str | None = None,
-        metric_key: str = "loss",
-        criterion_key: str | None = None,
-    ) -> None:
-        only_default("CriterionCallback", metric_key=(metric_key, "loss"))
-        only_default("CriterionCallback", criterion_key=(criterion_key, None))
-        super().__init__(keys={"output_key": input_key, "target_key": target_key})
-
-
-class BackwardCallback(ArgumentCallback):
-    """The runner computes gradients itself; a bound of their norm is ``train(clip_norm=…)``.
-
-    Args:
-        metric_key: "loss".
-        grad_clip_fn: ``torch.nn.utils.clip_grad_norm_``, or None.
-        grad_clip_params: ``{"max_norm": 1.0}``, with `grad_clip_fn`.
-    """
-
-    def __init__(
-        self,
-        metric_key: str = "loss",
-        grad_clip_fn: Any = None,
-        grad_clip_params: Mapping[str, Any] | None = None,
-    ) -> None:
-        kind = type(self).__name__
-        only_default(kind, metric_key=(metric_key, "loss"))
-        settings: dict[str, Any] = {}
-        if grad_clip_fn is not None:
-            bound = dict(grad_clip_params or {})
-            norm, extra = bound.pop("max_norm", None), {**bound, "norm_type": 2} != {"norm_type": 2}
-            if grad_clip_fn is not nn.utils.clip_grad_norm_ or norm is None or extra:
-                raise UserError(
-                    f"{kind}: only the norm of all gradients can be bounded; write grad_clip_fn="
-                    "torch.nn.utils.clip_grad_norm_ with grad_clip_params={'max_norm': 1.0}, or "
-                    "train(clip_norm=1.0)"
-                )
-            settings["clip_norm"] = norm
-        super().__init__(settings)
-
-
-class OptimizerCallback(BackwardCallback):
-    """The runner steps the optimizer itself; ``accumulation_steps`` is ``train(accumulate=…)``,
-    whose gradient is the mean over the micro-batches and not their sum.
-
-    Args:
-        metric_key, grad_clip_fn, grad_clip_params: see `BackwardCallback`.
-        accumulation_steps: micro-batches in one optimizer step.
-        optimizer_key: None.
-    """
-
-    def __init__(
-        self,
-        metric_key: str = "loss",
-        accumulation_steps: int = 1,
-        grad_clip_fn: Any = None,
-        grad_clip_params: Mapping[str, Any] | None = None,
-        optimizer_key: str | None = None,
-    ) -> None:
-        super().__init__(metric_key, grad_clip_fn, grad_clip_params)
-        only_default("OptimizerCallback", optimizer_key=(optimizer_key, None))
-        if accumulation_steps != 1:
-            self.settings["accumulate"] = accumulation_steps
-
-
 class SchedulerCallback(ArgumentCallback):
     """When the scheduler steps.
 
     Args:
         loader_key, metric_key: whose metric a ReduceLROnPlateau looks at.
         mode: "batch" or "epoch"; None is what the scheduler's kind says.
-        scheduler_key: None.
+        scheduler_key: its name, where there are several.
     """
 
     def __init__(
@@ -110,16 +35,11 @@ class SchedulerCallback(ArgumentCallback):
         mode: str | None = None,
         scheduler_key: str | None = None,
     ) -> None:
-        only_default("SchedulerCallback", scheduler_key=(scheduler_key, None))
         periods = {None: None, "batch": "step", "epoch": "epoch"}
         if mode not in periods:
             raise UserError(f"SchedulerCallback(mode={mode!r}): it is 'batch', 'epoch' or None")
-        settings = {
-            "valid_loader": loader_key,
-            "main_metric": metric_key,
-            "scheduler_period": periods[mode],
-        }
-        super().__init__(settings)
+        super().__init__({"valid_loader": loader_key, "main_metric": metric_key})
+        self.scheduler_key, self.period = scheduler_key, periods[mode]
 
 
 class CheckpointCallback(ArgumentCallback):

@@ -3,44 +3,47 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 import allhands.runner
-from allhands.catalyst.translation import only_default, translate
-from allhands.errors import UserError, did_you_mean
+from allhands.catalyst.arguments import INSTEAD, train_arguments
+from allhands.catalyst.batch_callbacks import BatchPart, MetricCallback, completed
+from allhands.catalyst.batch_runner import BatchRunner, models_in
+from allhands.catalyst.batch_training import BatchTraining, HookedSupervisedTraining
+from allhands.catalyst.callback import BATCH_HOOKS, HOOKS, has_hook
+from allhands.catalyst.own_runner import evaluate_loader
+from allhands.catalyst.translation import translate
+from allhands.errors import UserError
 from allhands.loop.history import History
+from allhands.loop.reporter import Reporter
+from allhands.runner.callbacks import callback_list
+from allhands.runner.hooks import check_runner
 from allhands.runner.keys import Keys
+from allhands.runner.metrics import named_metrics
+from allhands.runner.own_settings import OwnTrainSettings
+from allhands.runner.train_settings import TrainSettings
+from allhands.runner.training import Training
 from allhands.step.modes import evaluation_mode
-
-# Arguments of Catalyst's, and what they are here.
-_RENAMED = {
-    "valid_metric": "main_metric",
-    "minimize_valid_metric": "minimize_metric",
-    "initial_seed": "seed",
-}
-_WITHOUT_EFFECT = ("timeit", "hparams")
-_INSTEAD = {
-    "loggers": "logdir=…, which writes metrics.csv and TensorBoard files",
-    "engine": "SupervisedRunner(device=…) and train(distributed=…)",
-    "stage_kwargs": "the arguments of train() by their names",
-    "state_kwargs": "the arguments of train() by their names",
-    "checkpoint_data": "a Callback with state_dict() and load_state_dict(state)",
-}
+from allhands.world import World
 
 
-class SupervisedRunner(allhands.runner.SupervisedRunner):
+class SupervisedRunner(BatchRunner, allhands.runner.SupervisedRunner):
     """`allhands.SupervisedRunner`, with the arguments that Catalyst's has.
+
+    With hooks of batches and loaders, a ``handle_batch(self, batch)``, several outputs or several
+    criteria, it computes batch by batch, as `Runner` does, with the strategies of that one.
 
     Args:
         model: default for the methods' `model`.
         input_key: see `allhands.SupervisedRunner`.
-        output_key: what callbacks and `predict_loader` call the model's output.
+        output_key: what callbacks and `predict_loader` call the model's output; a list of names for
+            a model that gives a tuple, None for one that gives a dict.
         target_key: the target in batches that are dicts; what callbacks call it.
-        loss_key: "loss".
+        loss_key: what the loss is called.
         device: "cpu" or "cuda"; None takes a GPU where there is one.
         input_target_key: an older name of `target_key`.
 
@@ -48,12 +51,15 @@ class SupervisedRunner(allhands.runner.SupervisedRunner):
         UserError: an argument cannot be honoured.
     """
 
+    # Ours, (model, batch); a subclass may have Catalyst's, (batch).
+    handle_batch = allhands.runner.SupervisedRunner.handle_batch  # type: ignore[assignment]
+
     def __init__(
         self,
         model: nn.Module | None = None,
         engine: Any = None,
         input_key: Keys = "features",
-        output_key: str = "logits",
+        output_key: Any = "logits",
         target_key: Keys = "targets",
         loss_key: str = "loss",
         *,
@@ -61,64 +67,120 @@ class SupervisedRunner(allhands.runner.SupervisedRunner):
         input_target_key: Keys | None = None,
     ) -> None:
         if engine is not None:
-            raise UserError(f"SupervisedRunner(engine=…): write {_INSTEAD['engine']}")
-        only_default("SupervisedRunner", loss_key=(loss_key, "loss"))
-        if not isinstance(output_key, str):
-            raise UserError(
-                f"SupervisedRunner(output_key={output_key!r}): write one name; a model that gives "
-                "a dict or a tuple gives it to the criterion and the metrics as it is"
-            )
-        super().__init__(
-            model, device, input_key, target_key if input_target_key is None else input_target_key
+            raise UserError(f"SupervisedRunner(engine=…): write {INSTEAD['engine']}")
+        allhands.runner.SupervisedRunner.__init__(
+            self,
+            model,
+            device,
+            input_key,
+            target_key if input_target_key is None else input_target_key,
         )
-        self.output_key = output_key
+        self.output_key, self.loss_key = output_key, loss_key
         self.trained_with: Any = None
+        self._by_batch = False
+        self._forget()
 
-    def train(
-        self,
-        *,
-        callbacks: Any = None,
-        fp16: bool | None = None,
-        ddp: bool | None = None,
-        cpu: bool = False,
-        **given: Any,
-    ) -> History:
+    # ------------------------------------------------------------------ train
+
+    def train(self, *, callbacks: Any = None, **given: Any) -> History:
         """Train; see `allhands.SupervisedRunner.train`, whose arguments can be given too.
 
         Args:
             callbacks: a list or a dict; those that are settings or metrics become arguments.
-            fp16: ``precision="fp16"``.
-            ddp: ``distributed=True``.
-            cpu: train on the processor.
-            given: Catalyst's ``valid_metric``, ``minimize_valid_metric`` and ``initial_seed`` among
-                them.
+            given: Catalyst's ``valid_metric``, ``minimize_valid_metric``, ``initial_seed``,
+                ``fp16``, ``ddp`` and ``cpu`` among them.
 
         Raises:
             UserError: an argument is not known, or cannot be honoured.
         """
-        for name in [name for name in given if name in _WITHOUT_EFFECT]:
-            del given[name]
-        for name, here in _RENAMED.items():
-            if name in given and given.setdefault(here, given[name]) != given.pop(name):
-                raise UserError(f"{name} and {here} are one argument; leave out one of them")
-        for name, instead in _INSTEAD.items():
-            if given.pop(name, None):
-                raise UserError(f"train({name}=…): write {instead}")
-        flags = {"fp16": (fp16, "precision", "fp16"), "ddp": (ddp, "distributed", True)}
-        for name, (flag, here, value) in flags.items():
-            if flag and given.setdefault(here, value) != value:
-                raise UserError(f"{name}=True and {here}={given[here]!r}; leave out one of them")
-        if cpu:
-            self.device = "cpu"
-        settings, rest = translate(self, callbacks, given)
-        period = settings.pop("scheduler_period", None)
-        if period is not None:
-            if settings.get("scheduler") is None:
-                raise UserError("SchedulerCallback(mode=…) needs train(scheduler=…)")
-            settings["scheduler"] = settings["scheduler"], period
-        _check_names(settings)
+        self._forget()
+        members = callback_list(callbacks)
+        several = any(
+            isinstance(given.get(name), Mapping) for name in ("model", "criterion", "optimizer")
+        )
+        self._by_batch = several or self._needs_batches(members)
+        if self._by_batch:
+            metrics = named_metrics(given.pop("metrics", None))
+            members = completed(members, self.loss_key)
+            members += [MetricCallback(metrics=metrics)] if metrics else []
+        settings, rest = train_arguments(self, members, given, self._by_batch)
+        if self._by_batch:
+            del settings["metrics"]
         self.trained_with = settings.get("criterion")
-        return super().train(callbacks=rest or None, **settings)
+        return allhands.runner.SupervisedRunner.train(self, callbacks=rest or None, **settings)
+
+    def _needs_batches(self, callbacks: list[Any]) -> bool:
+        """Whether something is asked for that needs each batch."""
+        own = any(getattr(type(self), hook) is not getattr(BatchRunner, hook) for hook in HOOKS)
+        plain = isinstance(self.output_key, str) and self.loss_key == "loss"
+        return (
+            own
+            or not plain
+            or self._takes_batch_alone
+            or any(
+                one.needs_batches()
+                if isinstance(one, BatchPart)
+                else any(has_hook(one, hook) for hook in BATCH_HOOKS)
+                for one in callbacks
+            )
+        )
+
+    @property
+    def _takes_batch_alone(self) -> bool:
+        """Whether a subclass has Catalyst's ``handle_batch(self, batch)``."""
+        return len(inspect.signature(self.handle_batch).parameters) == 1
+
+    def _check(self) -> None:
+        alone = self._takes_batch_alone
+        own = {"handle_batch": ("self, batch", (None,))} if alone else {}
+        own |= dict.fromkeys(HOOKS, ("self, runner", (None,)))
+        check_runner(self, SupervisedRunner, own)
+
+    def _settings(self, **given: Any) -> TrainSettings:
+        if not self._by_batch:
+            return allhands.runner.SupervisedRunner._settings(self, **given)
+        self._check()
+        return OwnTrainSettings.of(type(self).__name__, **given)
+
+    def _training(self, settings: Any, world: World, reporter: Reporter) -> Training:
+        kind = BatchTraining if self._by_batch else HookedSupervisedTraining
+        return kind(self, settings, world, reporter)
+
+    # ------------------------------------------------------------------ a batch
+
+    def handle(self, batch: Any) -> None:
+        if self._takes_batch_alone:
+            self.handle_batch(batch)  # type: ignore[call-arg]
+            return
+        output, target = self.handle_batch(self.model, batch)
+        named = dict(batch) if isinstance(batch, Mapping) else {}
+        if not named and isinstance(self.input_key, str) and isinstance(batch, (tuple, list)):
+            named[self.input_key] = batch[0]
+        named |= self._outputs(output)
+        if isinstance(target, Mapping):
+            named |= target
+        elif isinstance(self.target_key, str):
+            named[self.target_key] = target
+        self.batch = named
+
+    def _outputs(self, output: Any) -> dict[str, Any]:
+        """The model's output, by names."""
+        keys = self.output_key
+        if isinstance(keys, str):
+            return {keys: output}
+        if keys is None and isinstance(output, Mapping):
+            return dict(output)
+        if isinstance(keys, (list, tuple)):
+            members = [output[key] for key in keys] if isinstance(output, Mapping) else output
+            if isinstance(members, (list, tuple)) and len(members) == len(keys):
+                return dict(zip(keys, members, strict=True))
+        raise UserError(
+            f"SupervisedRunner(output_key={keys!r}), and the model's output is "
+            f"{type(output).__name__}; write one name, a list with one for each member of a tuple, "
+            "or None for a model that gives a dict"
+        )
+
+    # ------------------------------------------------------------------ evaluate, predict
 
     def evaluate_loader(
         self,
@@ -135,11 +197,17 @@ class SupervisedRunner(allhands.runner.SupervisedRunner):
         Raises:
             UserError: there is no criterion, or a callback does not measure.
         """
-        settings, rest = translate(self, callbacks, {})
+        members = callback_list(callbacks)
+        chosen = criterion if criterion is not None else self.trained_with
+        if self._by_batch or self._needs_batches(members):
+            self.criterion = chosen
+            if chosen is not None:
+                members = completed(members, self.loss_key)
+            return evaluate_loader(self, loader, members, model, seed)
+        settings, rest = translate(self, members, {})
         metrics = settings.pop("metrics")
         if rest or settings:
             raise UserError("evaluate_loader takes callbacks that measure, and no others")
-        chosen = criterion if criterion is not None else self.trained_with
         if chosen is None:
             raise UserError("evaluate_loader before train() needs criterion=…")
         values = self.evaluate(
@@ -161,25 +229,23 @@ class SupervisedRunner(allhands.runner.SupervisedRunner):
         Raises:
             UserError: see `allhands.SupervisedRunner.predict`.
         """
+        if (
+            self._takes_batch_alone
+            or type(self).predict_batch is not SupervisedRunner.predict_batch
+        ):
+            yield from BatchRunner.predict_loader(self, loader=loader, model=model, seed=seed)
+            return
         outputs = self.predict(model=model, loader=loader, seed=seed)
         if not isinstance(outputs, torch.Tensor):
-            yield {self.output_key: outputs}
+            yield self._outputs(outputs)
             return
         for rows in outputs.split(loader.batch_size or 1):
-            yield {self.output_key: rows}
+            yield self._outputs(rows)
 
     def predict_batch(self, batch: Any) -> dict[str, Any]:
         """The model's output for one batch of a loader, in evaluation mode and without
         gradients."""
         model = self._model(None)
-        with torch.no_grad(), evaluation_mode(model):
-            output, _ = self.handle_batch(model, batch)
-        return {self.output_key: output}
-
-
-def _check_names(settings: dict[str, Any]) -> None:
-    """Raise `UserError` for an argument that `train` does not have."""
-    known = inspect.signature(allhands.runner.SupervisedRunner.train).parameters
-    for name in settings:
-        if name not in known:
-            raise UserError(f"train has no argument {name!r}{did_you_mean(name, known)}")
+        with torch.no_grad(), evaluation_mode(models_in(model)):
+            output, _ = allhands.runner.SupervisedRunner.handle_batch(self, model, batch)
+        return self._outputs(output)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 from allhands.errors import UserError, kind_of
+from allhands.runner import Callback
 
 
 class ArgumentCallback:
@@ -33,30 +34,30 @@ def _given(values: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def translate(
-    runner: Any, callbacks: Any, given: Mapping[str, Any]
+    runner: Any, callbacks: Iterable[Any], given: Mapping[str, Any], by_batch: bool = False
 ) -> tuple[dict[str, Any], list[Any]]:
     """The arguments of `train` that callbacks stand for, and the callbacks that are left.
 
     Args:
         runner: whose keys the callbacks name.
-        callbacks: a list, or a dict, of callbacks.
+        callbacks: of the caller.
         given: the arguments that were given besides.
+        by_batch: those that compute with a batch are left.
 
     Raises:
         UserError: two say different things, or a callback names a key that the runner has not.
     """
-    members: Iterable[Any] = callbacks or []
-    if isinstance(callbacks, Mapping):
-        members = callbacks.values()
     settings = _given(given)
     metrics: dict[str, Any] = dict(settings.pop("metrics", None) or {})
     rest = []
-    for callback in members:
+    for callback in callbacks:
         if not isinstance(callback, ArgumentCallback):
             rest.append(callback)
             continue
-        kind = type(callback).__name__
-        for key, value in callback.keys.items():
+        kind, computes = type(callback).__name__, by_batch and isinstance(callback, Callback)
+        if computes:
+            rest.append(callback)
+        for key, value in ({} if computes else callback.keys).items():
             if value != getattr(runner, key):
                 raise UserError(
                     f"{kind} asks for {value!r}, and the runner's {key} is "

@@ -102,7 +102,7 @@ class PassesByHand(Communication):
                     "after the forward pass; write `with loop.accumulating():` around both, or "
                     "leave precision out and write torch.autocast yourself"
                 )
-            take.begin()
+            take.begin(adds=True)
             self._begun[name] = take
         others = [group for other, group in self.groups.items() if other != name]
         with self.misuse.within, ExitStack() as stack:

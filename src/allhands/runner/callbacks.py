@@ -132,21 +132,26 @@ def overridden(callbacks: list[Callback], hook: str) -> list[Callback]:
     return [callback for callback in callbacks if is_overridden(callback, hook)]
 
 
-def is_overridden(callback: Callback, hook: str) -> bool:
-    """Whether a callback does something at `hook`: by its class, or by a function that was set on
-    the object."""
-    return hook in vars(callback) or getattr(type(callback), hook) is not getattr(Callback, hook)
+def is_overridden(callback: Callback, hook: str, base: type[Callback] = Callback) -> bool:
+    """Whether a callback does something at `hook` that `base` does not: by its class, or by a
+    function that was set on the object."""
+    return hook in vars(callback) or getattr(type(callback), hook) is not getattr(base, hook)
 
 
 def run_hooks(callbacks: list[Callback], hook: str, training: Any) -> None:
     """Call `hook` of those that override it; where it is, is told should this rank be waited
     for."""
     for callback in overridden(callbacks, hook):
-        before = hook_calls.enter(callback, hook)
-        try:
-            getattr(callback, hook)(training)
-        finally:
-            hook_calls.leave(before)
+        call_hook(callback, hook, training)
+
+
+def call_hook(callback: Callback, hook: str, about: Any) -> None:
+    """Call a hook with what it is about; where it is, is told should this rank be waited for."""
+    before = hook_calls.enter(callback, hook)
+    try:
+        getattr(callback, hook)(about)
+    finally:
+        hook_calls.leave(before)
 
 
 def callback_list(callbacks: Any) -> list[Callback]:

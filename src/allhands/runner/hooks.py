@@ -103,17 +103,28 @@ _FOREIGN_OWN = (
 )
 
 
-def hooks() -> list[str]:
-    """The names of the hooks that a `Callback` has."""
-    return [name for name in vars(Callback) if name.startswith("on_")]
+def hooks(base: type[Callback] = Callback) -> list[str]:
+    """The names of the hooks that a `Callback`, or a kind of them, has."""
+    names = (name for cls in reversed(base.__mro__) for name in vars(cls))
+    return list(dict.fromkeys(name for name in names if name.startswith("on_")))
+
+
+def _kind_of_ours(callback: Callback) -> type[Callback]:
+    """The nearest class of a callback that is ours and has hooks."""
+    return next(
+        cls
+        for cls in type(callback).__mro__
+        if issubclass(cls, Callback) and cls.__module__.startswith("allhands.")
+    )
 
 
 def check_callback(callback: Callback) -> None:
     """Raise `UserError` for a method that looks like a hook and is none, and for a hook that cannot
     be called as one."""
-    known, kind = hooks(), type(callback).__name__
+    base = _kind_of_ours(callback)
+    known, kind = hooks(base), type(callback).__name__
     for name, _ in _own_methods(callback, Callback):
-        if hasattr(Callback, name):
+        if hasattr(base, name):
             continue
         meant = _FOREIGN_HOOKS.get(name)
         if (
@@ -122,13 +133,13 @@ def check_callback(callback: Callback) -> None:
             and nearest(name, [*known, "state_dict", "load_state_dict"], _ALIKE) is None
         ):
             continue
-        there = [hook for hook in meant or () if hasattr(Callback, hook)]
+        there = [hook for hook in meant or () if hasattr(base, hook)]
         if meant is None:
             there = [
                 hook for hook in [nearest(name, [*known, "state_dict", "load_state_dict"])] if hook
             ]
         what = (
-            f"write {_written(there[0])}"
+            f"write {_written(there[0], base)}"
             if there
             else f"there is no hook at that point; the hooks are {', '.join(known)}"
         )
@@ -138,8 +149,9 @@ def check_callback(callback: Callback) -> None:
             f"like one is called by the class itself, or has another name, such as _{name}"
         )
     for name in known:
-        if is_overridden(callback, name):
-            _check_call(getattr(callback, name), f"{kind}.{name}", f"def {_written(name)}", (None,))
+        if is_overridden(callback, name, base):
+            written = f"def {_written(name, base)}"
+            _check_call(getattr(callback, name), f"{kind}.{name}", written, (None,))
     _check_call(callback.state_dict, f"{kind}.state_dict", "def state_dict(self)", ())
     _check_call(
         callback.load_state_dict,
@@ -149,9 +161,11 @@ def check_callback(callback: Callback) -> None:
     )
 
 
-def check_runner(runner: Any, base: type) -> None:
+def check_runner(
+    runner: Any, base: type, own: Mapping[str, tuple[str, tuple[Any, ...]]] | None = None
+) -> None:
     """Raise `UserError` for a method of a subclass of `SupervisedRunner` (`base`) that looks like
-    one to override and is none."""
+    one to override and is none; `own` are methods of the base's own, see `check_methods`."""
     kind = type(runner).__name__
     for name, _ in _own_methods(runner, base):
         if name in ("setup", "train_step", "valid_step"):
@@ -164,7 +178,7 @@ def check_runner(runner: Any, base: type) -> None:
         "target_of": ("self, batch", (None,)),
         "rows_of": ("self, batch", (None,)),
     }
-    _check_methods(runner, base, calls, _FOREIGN_SUPERVISED)
+    check_methods(runner, base, calls | dict(own or {}), _FOREIGN_SUPERVISED)
 
 
 def check_own_runner(runner: Any, base: type) -> None:
@@ -175,7 +189,7 @@ def check_own_runner(runner: Any, base: type) -> None:
         "setup": ("self, loop", (None,)),
         **dict.fromkeys(("train_step", "valid_step"), ("self, loop, batch", (None, None))),
     }
-    _check_methods(runner, base, calls, _FOREIGN_OWN)
+    check_methods(runner, base, calls, _FOREIGN_OWN)
     if type(runner).train_step is base.train_step:  # type: ignore[attr-defined]
         raise UserError(
             f"{kind} has no step of its own; write class Own(allhands.Runner) with {_TRAIN_STEP}, "
@@ -183,14 +197,19 @@ def check_own_runner(runner: Any, base: type) -> None:
         )
 
 
-def _check_methods(
+def check_methods(
     runner: Any,
     base: type,
     calls: Mapping[str, tuple[str, tuple[Any, ...]]],
     foreign: Mapping[str, str],
 ) -> None:
-    """Look at the methods of a subclass of `base`, of which `calls` are called: their parameters,
-    and what to call them with."""
+    """Raise `UserError` for a method of a subclass of `base` that looks like one to override and is
+    none, or cannot be called.
+
+    Args:
+        calls: what is called: its parameters, and what it is called with.
+        foreign: what to write for the names that other libraries have.
+    """
     kind = type(runner).__name__
     for name, _ in _own_methods(runner, base):
         if hasattr(base, name):
@@ -216,11 +235,8 @@ def _check_methods(
         _check_call(method, f"{kind}.{name}", written, arguments)
 
 
-def _written(name: str) -> str:
-    parameters = {"state_dict": "self", "load_state_dict": "self, state"}.get(
-        name, "self, training"
-    )
-    return f"{name}({parameters})"
+def _written(name: str, base: type[Callback] = Callback) -> str:
+    return f"{name}({', '.join(inspect.signature(getattr(base, name)).parameters)})"
 
 
 def _own_methods(value: Any, base: type) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -235,7 +251,9 @@ def _own_methods(value: Any, base: type) -> Iterator[tuple[str, Callable[..., An
     classes += [
         cls
         for cls in type(value).__mro__
-        if not issubclass(cls, base) and cls not in (*base.__mro__, object)
+        if not issubclass(cls, base)
+        and cls not in (*base.__mro__, object)
+        and not cls.__module__.startswith("allhands.")
     ]
     used: set[str] = set()
     found: dict[str, Callable[..., Any]] = {}
@@ -281,5 +299,8 @@ def _check_call(method: Any, name: str, written: str, arguments: tuple[Any, ...]
             f"{name}{signature} cannot be called as a training calls it ({error}); write {written}"
         ) from None
     first = next(iter(signature.parameters), "")
-    if arguments == (None,) and "training" in written and first in _NOT_TRAINING:
-        raise UserError(f"{name}{signature} would get the training as {first!r}; write {written}")
+    for given in ("training", "runner"):
+        if arguments == (None,) and f"self, {given})" in written and first in _NOT_TRAINING:
+            raise UserError(
+                f"{name}{signature} would get the {given} as {first!r}; write {written}"
+            )

@@ -36,10 +36,10 @@ def evaluate(
 ) -> Any:
     """The loss and the metrics of every loader; see `SupervisedRunner.evaluate`."""
     model, criterion, data, metrics, precision, seed = given
-    on_device = (
-        _on_device(criterion, world.device) if isinstance(criterion, nn.Module) else nullcontext()
+    criterion_there = (
+        on_device(criterion, world.device) if isinstance(criterion, nn.Module) else nullcontext()
     )
-    with preserved_generators(), _placed(model, world) as placed, on_device:
+    with preserved_generators(), _placed(model, world) as placed, criterion_there:
         module, strategy, placement = placed
         if placement.level:
             check_over_batch(criterion, strategy, world.world_size)
@@ -94,7 +94,7 @@ def _placed(model: nn.Module, world: World) -> Iterator[tuple[nn.Module, Strateg
     """The module to call, the strategy by which it lies on the ranks, and how it does."""
     module, training = in_training(model)
     if training is None:
-        with _on_device(module, world.device):
+        with on_device(module, world.device):
             yield module, DDP(), Placement(module, world)
         return
     with training.loop.state.buffers_made_equal():
@@ -102,7 +102,7 @@ def _placed(model: nn.Module, world: World) -> Iterator[tuple[nn.Module, Strateg
 
 
 @contextmanager
-def _on_device(module: nn.Module, device: torch.device) -> Iterator[None]:
+def on_device(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Within, the module is on `device`; afterwards it is where it was."""
     first = next(itertools.chain(module.parameters(), module.buffers()), None)
     home = device if first is None else first.device

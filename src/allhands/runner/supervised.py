@@ -244,8 +244,12 @@ class SupervisedRunner(Runner):
         if chosen is None:
             raise UserError("no model: pass model=… here or to SupervisedRunner(model=…)")
         check_model(chosen)
-        check_runner(self, SupervisedRunner)
+        self._check()
         return chosen
+
+    def _check(self) -> None:
+        """Raise `UserError` for a method of a subclass that nobody calls."""
+        check_runner(self, SupervisedRunner)
 
     def _settings(self, **given: Any) -> TrainSettings:
         for name in ("model", "criterion", "optimizer", "scheduler"):

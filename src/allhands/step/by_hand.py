@@ -13,10 +13,17 @@ class StepByHand(OptimizerStep):
     """An `OptimizerStep` in parts: `begin`; `backward`, or `add`, as often as this rank has losses;
     and `end`."""
 
-    def begin(self) -> None:
-        """The gradients of the step are added up from here on."""
-        for parameter in self.parameters:
-            parameter.grad = None
+    def begin(self, adds: bool = False, clear: bool = True) -> None:
+        """The gradients of the step are added up from here on.
+
+        Args:
+            adds: losses are given to `add`, and not to `backward`.
+            clear: forget those that lie in the parameters.
+        """
+        self._adds = adds
+        if clear:
+            for parameter in self.parameters:
+                parameter.grad = None
         self._items, self._failed = 0.0, None
         self.pairs = True
         self._sum: torch.Tensor | None = None  # of the losses that were added
@@ -33,10 +40,14 @@ class StepByHand(OptimizerStep):
     def add(self, loss: torch.Tensor, count: float, total: float) -> None:
         """Add the gradients of a loss that is the mean of `count` items, of `total` over all ranks.
         Those of the step are of the sum of the losses, each the mean of its `total` items."""
+        self.note(loss, count)
+        self._run(loss, self.scale * count / total)
+
+    def note(self, loss: torch.Tensor, count: float) -> None:
+        """A loss that is the mean of `count` items belongs to the step."""
         if count:
             value = loss.detach()
             self._sum, self._count = value if self._sum is None else self._sum + value, count
-        self._run(loss, self.scale * count / total)
 
     def _run(self, loss: torch.Tensor, factor: float) -> None:
         scaler = self.precision.scaler
@@ -67,6 +78,6 @@ class StepByHand(OptimizerStep):
             self.exchange.complete(True, self._failed is not None)
             if self.world.device.type == "cpu":
                 stop_together(self._failed, self.parameters, self.world)
-        if self._items:
+        if not self._adds:  # on all ranks, also where this one had no loss
             self._divide(1.0)
         self._update()
