@@ -26,6 +26,7 @@ _LAZY = {
     "SupervisedRunner": "allhands.runner",
     "Callback": "allhands.runner",
     "EarlyStopping": "allhands.runner",
+    "KeepBest": "allhands.runner",
     "load_checkpoint": "allhands.runner",
     "Strategy": "allhands.strategies",
     "Single": "allhands.strategies",
@@ -75,6 +76,7 @@ __all__ = [
     "EarlyStopping",
     "Federated",
     "KVStore",
+    "KeepBest",
     "LocalSGD",
     "Loop",
     "Mesh",
@@ -112,6 +114,7 @@ if TYPE_CHECKING:
     from allhands.runner import (
         Callback,
         EarlyStopping,
+        KeepBest,
         Runner,
         SupervisedRunner,
         load_checkpoint,

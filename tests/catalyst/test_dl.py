@@ -162,7 +162,7 @@ def test_callbacks_that_are_arguments() -> None:
     ("make", "said"),
     [
         (lambda: dl.IRunner, r"dl.IRunner is not here; write class Own\(dl.Runner\)"),
-        (lambda: catalyst.DiceCallback, r"train\(metrics="),
+        (lambda: catalyst.ConfusionMatrixCallback, r"train\(metrics="),
         (lambda: utils.trace_model, "torch.export.export"),
         (lambda: dl.SupervisedRunner(engine=object()), r"train\(distributed"),
         (
@@ -170,7 +170,7 @@ def test_callbacks_that_are_arguments() -> None:
             "output_key=\\['a', 'b'\\].*the model's output is Tensor",
         ),
         (lambda: dl.AUCCallback("logits", "targets"), "write num_classes=10"),
-        (lambda: dl.CheckpointCallback(topk=3), r"only 1 is possible"),
+        (lambda: train(callbacks=[dl.CheckpointCallback(topk=3)]), "pass logdir=… to train"),
         (lambda: dl.OptimizerCallback(grad_clip_fn=max), "grad_clip_fn=torch.nn.utils"),
         (lambda: dl.SchedulerCallback(mode="step"), "it is 'batch', 'epoch' or None"),
         (lambda: train(valid_metrik="loss"), "no argument 'valid_metrik'"),

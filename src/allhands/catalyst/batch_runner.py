@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from allhands.catalyst.callback import Callback, has_hook
-from allhands.catalyst.engine import Engine, SteppingOptimizer
+from allhands.catalyst.engine import BatchEngine, SteppingOptimizer
 from allhands.errors import UserError
 from allhands.loop.step_function import Rows
 from allhands.runner.callbacks import call_hook
@@ -59,7 +59,7 @@ class BatchRunner:
     is_infer_loader = False
     batch_size = epoch_step = batch_step = loader_batch_step = 0
     num_epochs: int | None = None
-    _engine: Engine | None = None
+    _engine: BatchEngine | None = None
     _loop: HandSteps | None = None
     _means: LoaderMeans | None = None
 
@@ -108,21 +108,21 @@ class BatchRunner:
     # ------------------------------------------------------------------ the training
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> BatchEngine:
         """Where is computed."""
         if self._engine is not None:
             return self._engine
-        return Engine(torch.device(self.device or "cpu"))
+        return BatchEngine(torch.device(self.device or "cpu"))
 
     def attach(self, loop: HandSteps, callbacks: Iterable[Any]) -> None:
         """A training begins, of which a loop takes the steps."""
-        self._loop, self._engine = loop, Engine(loop.device, loop)
+        self._loop, self._engine = loop, BatchEngine(loop.device, loop)
         self.callbacks = sorted(callbacks, key=lambda callback: getattr(callback, "order", 100))
         self.model = loop.models if loop.several else loop.model
         handles = {name: SteppingOptimizer(loop, name) for name in loop.groups}
         self.optimizer = handles if loop.several else next(iter(handles.values()))
 
-    def evaluates_on(self, engine: Engine) -> None:
+    def evaluates_on(self, engine: BatchEngine) -> None:
         """An evaluation begins, outside of a training."""
         self._engine, self._loop = engine, None
 

@@ -27,7 +27,7 @@ _INSTEAD = {
 }
 
 
-class Engine:
+class BatchEngine:
     """Where a training computes, and its backward passes.
 
     Args:
@@ -59,7 +59,7 @@ class Engine:
     def __getattr__(self, name: str) -> Any:
         if name in _INSTEAD:
             raise UserError(f"engine.{name} is not here; write {_INSTEAD[name]}")
-        raise AttributeError(f"'Engine' object has no attribute {name!r}")
+        raise AttributeError(f"'BatchEngine' object has no attribute {name!r}")
 
 
 class SteppingOptimizer:

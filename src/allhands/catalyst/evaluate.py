@@ -8,7 +8,7 @@ import torch
 
 from allhands.catalyst.batch_callbacks import BatchPart, MetricCallback
 from allhands.catalyst.batch_runner import BatchRunner, models_in
-from allhands.catalyst.engine import Engine
+from allhands.catalyst.engine import BatchEngine
 from allhands.catalyst.loader_means import LoaderMeans
 from allhands.data import build_feeds, preserved_generators, seed_everything, to_device
 from allhands.loop.logged import Logged
@@ -35,7 +35,7 @@ def evaluate_by_batch(
     )
     logged = Logged(world)
     runner.model, runner.callbacks = model, sorted(callbacks, key=lambda one: one.order)
-    runner.evaluates_on(Engine(world.device))
+    runner.evaluates_on(BatchEngine(world.device))
     with (
         preserved_generators(),
         on_device(container, world.device),

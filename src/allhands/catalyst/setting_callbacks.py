@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from allhands.catalyst.translation import ArgumentCallback, only_default
 from allhands.errors import UserError
-from allhands.runner import EarlyStopping
+from allhands.runner import EarlyStopping, KeepBest
 
 
 def EarlyStoppingCallback(
@@ -43,12 +43,12 @@ class SchedulerCallback(ArgumentCallback):
 
 
 class CheckpointCallback(ArgumentCallback):
-    """Where checkpoints go, and what is best. The best and the newest are kept.
+    """Where checkpoints go, and what is best. The best ones and the newest are kept.
 
     Args:
         logdir: see `train`.
         loader_key, metric_key, minimize: what is best.
-        topk: 1.
+        topk: how many of the best are kept, see `allhands.KeepBest`; 0 is 1.
     """
 
     def __init__(
@@ -59,14 +59,13 @@ class CheckpointCallback(ArgumentCallback):
         minimize: bool | None = None,
         topk: int = 1,
     ) -> None:
-        only_default("CheckpointCallback", topk=(topk, 1))
         settings = {
             "logdir": logdir,
             "valid_loader": loader_key,
             "main_metric": metric_key,
             "minimize_metric": minimize,
         }
-        super().__init__(settings)
+        super().__init__(settings, instead=[KeepBest(topk)] if topk > 1 else [])
 
 
 class TqdmCallback(ArgumentCallback):

@@ -76,6 +76,9 @@ class SupervisedRunner(BatchRunner, allhands.runner.SupervisedRunner):
             target_key if input_target_key is None else input_target_key,
         )
         self.output_key, self.loss_key = output_key, loss_key
+        # The names that subclasses of Catalyst's use.
+        self._input_key, self._target_key = self.input_key, self.target_key
+        self._output_key, self._loss_key = output_key, loss_key
         self.trained_with: Any = None
         self._by_batch = False
         self._forget()
@@ -149,19 +152,27 @@ class SupervisedRunner(BatchRunner, allhands.runner.SupervisedRunner):
     # ------------------------------------------------------------------ a batch
 
     def handle(self, batch: Any) -> None:
+        named = self._named(batch)
         if self._takes_batch_alone:
-            self.handle_batch(batch)  # type: ignore[call-arg]
+            self.batch = named or batch
+            self.handle_batch(self.batch)  # type: ignore[call-arg]
             return
         output, target = self.handle_batch(self.model, batch)
-        named = dict(batch) if isinstance(batch, Mapping) else {}
-        if not named and isinstance(self.input_key, str) and isinstance(batch, (tuple, list)):
-            named[self.input_key] = batch[0]
         named |= self._outputs(output)
         if isinstance(target, Mapping):
             named |= target
         elif isinstance(self.target_key, str):
             named[self.target_key] = target
         self.batch = named
+
+    def _named(self, batch: Any) -> dict[str, Any]:
+        """The members of a batch by the keys, as far as these say."""
+        if isinstance(batch, Mapping):
+            return dict(batch)
+        keys = (self.input_key, self.target_key)
+        if isinstance(batch, (tuple, list)) and len(batch) == 2:
+            return {key: one for key, one in zip(keys, batch, strict=True) if isinstance(key, str)}
+        return {}
 
     def _outputs(self, output: Any) -> dict[str, Any]:
         """The model's output, by names."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from allhands.errors import UserError, kind_of
@@ -16,6 +16,7 @@ class ArgumentCallback:
         settings: arguments of `train`, by name.
         metrics: what is measured, by name.
         keys: of the runner that it needs to be another's: ``{"output_key": "logits"}``.
+        instead: callbacks of ours that do the rest.
     """
 
     def __init__(
@@ -23,9 +24,10 @@ class ArgumentCallback:
         settings: Mapping[str, Any] | None = None,
         metrics: Mapping[str, Any] | None = None,
         keys: Mapping[str, Any] | None = None,
+        instead: Sequence[Callback] = (),
     ) -> None:
         self.settings, self.metrics = _given(settings), _given(metrics)
-        self.keys = _given(keys)
+        self.keys, self.instead = _given(keys), list(instead)
 
 
 def _given(values: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -55,8 +57,7 @@ def translate(
             rest.append(callback)
             continue
         kind, computes = type(callback).__name__, by_batch and isinstance(callback, Callback)
-        if computes:
-            rest.append(callback)
+        rest += [callback] if computes else callback.instead
         for key, value in ({} if computes else callback.keys).items():
             if value != getattr(runner, key):
                 raise UserError(

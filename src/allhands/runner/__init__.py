@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from allhands.loop.checkpoint import load as load_checkpoint
 from allhands.runner.callbacks import Callback, EarlyStopping
+from allhands.runner.keep_best import KeepBest
 from allhands.runner.runner import Runner
 from allhands.runner.supervised import SupervisedRunner
 
-__all__ = ["Callback", "EarlyStopping", "Runner", "SupervisedRunner", "load_checkpoint"]
+__all__ = ["Callback", "EarlyStopping", "KeepBest", "Runner", "SupervisedRunner", "load_checkpoint"]

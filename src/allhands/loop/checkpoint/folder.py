@@ -12,7 +12,8 @@
       last -> epoch-0008-step-000000412
       best -> epoch-0007
 
-The newest two and the best one are kept, so that a damaged file never is the only one.
+The newest two are kept, so that a damaged file never is the only one, and those at which a link
+points.
 """
 
 from __future__ import annotations
@@ -293,9 +294,9 @@ def put_in_place(aside: Path, final: Path, best: bool) -> None:
     not kept."""
     _replace_folder(aside, final)
     folder = final.parent
-    _point(folder / "last", final.name)
+    point(folder / "last", final.name)
     if best:
-        _point(folder / "best", final.name)
+        point(folder / "best", final.name)
     sync(folder)
     _prune(folder)
 
@@ -310,7 +311,8 @@ def _replace_folder(source: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _point(link: Path, name: str) -> None:
+def point(link: Path, name: str) -> None:
+    """Let a link of a ``checkpoints`` folder point at a checkpoint in it, which is kept then."""
     aside = link.with_name(f".{link.name}.{os.getpid()}.link")
     with contextlib.suppress(FileNotFoundError):
         aside.unlink()
@@ -321,9 +323,7 @@ def _point(link: Path, name: str) -> None:
 def _prune(folder: Path) -> None:
     found = found_in(folder)
     kept = {path.name for path in found[-2:]}
-    for link in ("last", "best"):
-        if (folder / link).is_symlink():
-            kept.add(os.readlink(folder / link))
+    kept |= {os.readlink(link) for link in folder.iterdir() if link.is_symlink()}
     for path in found:
         if path.name not in kept:
             shutil.rmtree(path, ignore_errors=True)
