@@ -239,6 +239,15 @@ def test_a_rank_that_is_gone_ends_what_waits_for_it(matcher: Matcher) -> None:
     assert matcher.take()[0][1] == {"broken": "join: rank 1 has called shutdown()"}
 
 
+def test_an_operation_that_fails_names_the_rank_that_is_gone(matcher: Matcher) -> None:
+    matcher.leave(2, "is gone without a word")
+    matcher.fail("allreduce 'x' failed on rank 0: RuntimeError: Connection closed")
+    matcher.fail("allreduce 'x' failed on rank 1: RuntimeError: Connection closed")
+    text = "allreduce 'x' failed on rank 0: RuntimeError: Connection closed"
+    broken = [message["broken"] for _, message in matcher.take()]
+    assert set(broken) == {f"{text} (rank 2 is gone without a word)"}
+
+
 def test_gradients_that_no_rank_has_are_told(matcher: Matcher) -> None:
     for rank in range(3):
         ask = OperationRequest(

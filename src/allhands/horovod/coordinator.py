@@ -22,6 +22,8 @@ from allhands.horovod.operation_request import Key, OperationRequest
 from allhands.horovod.promise_rounds import Parts
 
 _LOOK_EVERY_S = 0.5
+# A rank whose connections failed may say so before the end of the rank is seen that closed them.
+_SETTLED_S = 0.3
 _LONGEST = 2**26  # bytes of a line
 
 
@@ -61,6 +63,7 @@ class Coordinator:
         self._selector.register(self._wake, selectors.EVENT_READ, None)
         self._peers: dict[int, _Peer] = {}
         self._left: set[int] = set()
+        self._failure: tuple[float, str] | None = None  # what a rank has said first, and when
         self._parts: dict[
             Parts, Parts
         ] = {}  # so that equal ones of several ranks are one, and compared at once
@@ -91,7 +94,8 @@ class Coordinator:
         looked = time.monotonic()
         try:
             while not self._stopped.is_set() and not self.everyone_left.is_set():
-                for key, events in self._selector.select(_LOOK_EVERY_S):
+                patience = _LOOK_EVERY_S if self._failure is None else _SETTLED_S
+                for key, events in self._selector.select(patience):
                     if key.data is None:
                         self._wake.recv(4096)
                     elif events & selectors.EVENT_READ:
@@ -106,6 +110,8 @@ class Coordinator:
                     if text:
                         lines = "".join(f"allhands: {line}\n" for line in text.splitlines())
                         os.write(2, lines.encode("utf-8", "backslashreplace"))
+                if self._failure and time.monotonic() - self._failure[0] > _SETTLED_S:
+                    self._settle()
                 self._tell()
             if self._over.is_set():
                 self._matcher.stop("rank 0 has called shutdown(), or its program is over")
@@ -169,14 +175,21 @@ class Coordinator:
         elif "join" in message:
             self._matcher.join(peer.rank)
         elif "broken" in message:
-            self._matcher.stop(str(message["broken"]))
+            self._failure = self._failure or (time.monotonic(), str(message["broken"]))
         elif "leave" in message:
+            self._settle()
             self._left.add(peer.rank)
             for number in message["leave"]:
                 self._matcher.kept(peer.rank, int(number))
             self._matcher.leave(peer.rank, "has called shutdown(), or its program is over")
             if len(self._left) == self._matcher.size:
                 self.everyone_left.set()
+
+    def _settle(self) -> None:
+        """End everything, if a rank has said that an operation failed."""
+        if self._failure is not None:
+            self._matcher.fail(self._failure[1])
+            self._failure = None
 
     def _lose(self, peer: _Peer) -> None:
         with contextlib.suppress(KeyError, ValueError):

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from allhands.errors import UserError
 from allhands.horovod import collectives
 from allhands.horovod.coordinator_link import CoordinatorLink
-from allhands.horovod.exceptions import HorovodInternalError, NotInitializedError
+from allhands.horovod.exceptions import HorovodInternalError, NotInitializedError, failure
 from allhands.horovod.handles import Handle, OnGPU
 from allhands.horovod.lanes import Lane
 from allhands.horovod.local_operations import LocalOperation, run, zeros
@@ -52,6 +52,7 @@ class Engine(Operations):
         self._lanes: dict[int, Lane] = {}
         self._joining: Handle | None = None
         self._broken = ""
+        self._failed = False  # an operation did, of which rank 0 has yet to tell all ranks
         self._closed = False
         self._process = os.getpid()
         self._buffers = collectives.Buffers()
@@ -100,7 +101,7 @@ class Engine(Operations):
             number = process_set.process_set_id or 0
             lane = self._lanes.get(number)
             if lane is None:
-                lane = self._lanes[number] = Lane(number, self._link)
+                lane = self._lanes[number] = Lane(number, self._link, self.world.rank)
             return None if lane.busy else lane
 
     # ------------------------------------------------------------------ process sets
@@ -161,11 +162,9 @@ class Engine(Operations):
         for process_set in self._sets.values():
             process_set.put_away()
         self._sets.clear()
-        for group in filter(None, groups):
-            # Nccl's wait for ranks that may be gone.
-            if self.world.backend == "gloo" and dist.is_initialized():
-                with contextlib.suppress(RuntimeError, ValueError):
-                    dist.destroy_process_group(group)
+        if self.world.backend == "gloo":  # nccl's wait for ranks that may be gone
+            for group in groups:
+                _destroy(group)
 
     # ------------------------------------------------------------------ asking
 
@@ -227,14 +226,16 @@ class Engine(Operations):
         try:
             for message in self._link.messages():
                 if "run" in message:
-                    self._do(message["run"], message["active"])
+                    if not self._failed:
+                        self._do(message["run"], message["active"])
                 elif "fail" in message:
                     for set_id, kind, name in message["fail"]:
                         self._take((set_id, kind, name)).handle.fail(message["error"])
-                elif "go" in message:
-                    self._lanes[message["go"]].told(True)
-                elif "decline" in message:
-                    self._lanes[message["decline"]].told(False)
+                elif "go" in message or "decline" in message:
+                    go = "go" in message
+                    # A lane whose first parts fail has told all ranks.
+                    with contextlib.suppress(HorovodInternalError):
+                        self._lanes[message["go" if go else "decline"]].told(go)
                 elif "lane" in message:
                     self._open_lane(message["lane"], message["ranks"])
                 elif "kept?" in message:
@@ -249,6 +250,7 @@ class Engine(Operations):
                     self._fail_all(message["broken"])
                     for lane in self._lanes.values():
                         lane.give_up(self.world.backend == "nccl")
+                    self._give_up()
             if not self._closed:
                 self._fail_all(
                     "rank 0 is gone without a word: killed, crashed, or its host is down"
@@ -275,6 +277,14 @@ class Engine(Operations):
             handle.fail(text)
         for lane in lanes:
             lane.fail(text)
+
+    def _give_up(self) -> None:
+        """Close the connections of the process sets, which ends the waiting of ranks that are in an
+        operation in which this one failed."""
+        if self.world.backend == "gloo":
+            for process_set in self._sets.values():
+                group, process_set.group = process_set.group, None
+                _destroy(group)
 
     def _do(self, entries: list[dict[str, Any]], active: int) -> None:
         keys: list[Key] = [(entry["key"][0], entry["key"][1], entry["key"][2]) for entry in entries]
@@ -303,12 +313,11 @@ class Engine(Operations):
                 on_gpu = OnGPU(event, [(job.tensors, job.outputs) for job in jobs], is_new)
                 self._on_gpu = [*(other for other in self._on_gpu if other.is_held()), on_gpu]
         except Exception as error:
-            text = (
-                f"{jobs[0].ask.kind} {keys[0][2]!r} failed on rank {self.world.rank}: "
-                f"{type(error).__name__}: {error}"
-            )
-            self._link.stop_all(text)
-            return self._fail_all(text)
+            # Others may wait in it for this rank. All get the text that rank 0 hears first, which
+            # is this one and not theirs: only then this rank ends their waiting (`_give_up`).
+            self._failed = True
+            text = failure(jobs[0].ask.kind, keys[0][2], self.world.rank, error)
+            return self._link.stop_all(text)
         self.timeline.ended(keys)
         for key, job, entry, result in zip(keys, jobs, entries, found, strict=True):
             with self._lock:
@@ -353,6 +362,12 @@ class Engine(Operations):
     ) -> None:
         process_set.put_in_use(number, ranks, self.world.rank, group)
         self._sets[number] = process_set
+
+
+def _destroy(group: Any) -> None:
+    if group is not None and dist.is_initialized():
+        with contextlib.suppress(RuntimeError, ValueError):
+            dist.destroy_process_group(group)
 
 
 _current: Engine | None = None

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from allhands.horovod.coordinator_link import CoordinatorLink
-from allhands.horovod.exceptions import HorovodInternalError
+from allhands.horovod.exceptions import HorovodInternalError, failure
 from allhands.horovod.promise_rounds import Parts
 
 _A_WHILE = timedelta(seconds=1)
@@ -26,6 +26,7 @@ class Round:
     """One that this rank has promised.
 
     Args:
+        parts: what it consists of.
         then: called with it by the engine's thread once there is an answer: other ranks may wait
             for what this rank has ready, while it waits for something else.
 
@@ -34,7 +35,8 @@ class Round:
         works: what has begun of it; to be cleared when nothing is waited for.
     """
 
-    def __init__(self, then: Callable[[Round], None]) -> None:
+    def __init__(self, parts: Parts, then: Callable[[Round], None]) -> None:
+        self.parts = parts
         self.answer: bool | None = None
         self.works: list[Any] = []
         self._then = then
@@ -62,9 +64,10 @@ class Lane:
             declined.
     """
 
-    def __init__(self, set_id: int, link: CoordinatorLink) -> None:
-        self._set_id, self._link = set_id, link
+    def __init__(self, set_id: int, link: CoordinatorLink, rank: int) -> None:
+        self._set_id, self._link, self._rank = set_id, link, rank
         self._error = ""
+        self._is_over = threading.Event()  # `_error` is what all ranks are told
         self._promised: Round | None = None  # and not answered
         self._rounds: list[Round] = []  # that somebody may wait for
         self.group: Any = None
@@ -74,7 +77,7 @@ class Lane:
     def promise(self, parts: Parts, then: Callable[[Round], None]) -> Round:
         """This rank will begin all of these allreduces, in this order, without being asked
         again."""
-        made = Round(then)
+        made = Round(parts, then)
         self._rounds = [*(other for other in self._rounds if other.works), made]
         self.busy, self._promised = True, made
         self.check()
@@ -97,7 +100,7 @@ class Lane:
         try:
             of.works.append(dist.all_reduce(tensor, group=self.group, async_op=True))
         except (RuntimeError, ValueError) as error:
-            raise self._failed(error) from error
+            raise self._failed(of, len(of.works), error) from error
 
     def kept(self) -> None:
         """All parts have begun."""
@@ -123,11 +126,15 @@ class Lane:
                 return
             except RuntimeError as error:  # a while has passed, or it failed
                 if self._error or over:
-                    raise self._failed(error) from error
+                    failed = self._failed(of, place, error)
+                    # Another rank's failure may have ended this rank's connections.
+                    self._is_over.wait(_GRACE_S)
+                    raise HorovodInternalError(self._error) from failed
 
-    def _failed(self, error: Exception) -> HorovodInternalError:
+    def _failed(self, of: Round, place: int, error: Exception) -> HorovodInternalError:
         if not self._error:
-            self._error = f"the connections of the ranks failed: {error}"
+            kind, name = of.parts[place][0][1:]
+            self._error = failure(kind, name, self._rank, error)
             self._link.stop_all(self._error)
         return HorovodInternalError(self._error)
 
@@ -142,8 +149,9 @@ class Lane:
             asked.told(go)
 
     def fail(self, text: str) -> None:
-        """Nothing works any more."""
-        self._error = self._error or text
+        """Nothing works any more, and all ranks are told this."""
+        self._error = text
+        self._is_over.set()
         if self._promised is not None:
             self._promised.told(None)
 

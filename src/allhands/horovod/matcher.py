@@ -158,6 +158,11 @@ class Matcher:
             self.stop(f"{late}; HOROVOD_STALL_SHUTDOWN_TIME_SECONDS is over")
         return "\n".join(lines)
 
+    def fail(self, text: str) -> None:
+        """An operation failed on a rank in the middle, after which none can rely on any other."""
+        gone = [f"rank {rank} {why}" for rank, why in self._gone.items()]
+        self.stop(f"{text} ({'; '.join(gone)})" if gone else text)
+
     def stop(self, text: str) -> None:
         """Nothing works any more; every rank is told why."""
         self._broken = self._broken or text
