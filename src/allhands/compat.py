@@ -80,3 +80,33 @@ def gradient_hooks(parameter: Any) -> list[Any]:
     `register_post_accumulate_grad_hook`."""
     kinds = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
     return [hook for hooks in kinds for hook in (hooks or {}).values()]
+
+
+def abort_group(group: Any = None) -> None:
+    """End what waits in a process group (None: the default one) with an error, and close its
+    connections.
+
+    Destroying a group leaves connections open that a failed operation still holds, on which other
+    ranks then wait; PyTorch has a public way for this on no backend.
+    """
+    import torch
+    from torch.distributed import distributed_c10d
+
+    if group is None:
+        group = distributed_c10d._get_default_group()
+    for device in {torch.device(name) for name in ("cpu", "cuda")}:
+        try:
+            backend = group._get_backend(device)
+        except RuntimeError:  # the group has none for this kind of device
+            continue
+        backend.abort()
+
+
+def set_group_timeout(seconds: float) -> None:
+    """Set how long an operation of the default process group waits; PyTorch takes one number for
+    that and for connecting."""
+    from datetime import timedelta
+
+    from torch.distributed import distributed_c10d
+
+    distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))

@@ -47,6 +47,8 @@ def launch(
     max_restarts: option.MaxRestarts = 0,
     server_restarts: option.ServerRestarts = 0,
     on_worker_failure: option.AfterFailure = OnWorkerFailure.stop,
+    elastic: option.Elastic = False,
+    spares: option.Spares = 0,
     min_workers: option.MinWorkers = None,
     rejoin_timeout: option.RejoinTimeout = 30.0,
     host_timeout: option.HostTimeout = 15.0,
@@ -100,6 +102,8 @@ def launch(
         max_restarts=max_restarts,
         server_restarts=server_restarts,
         on_worker_failure=on_worker_failure.value,
+        elastic=elastic,
+        spares=spares,
         min_workers=min_workers,
         rejoin_timeout=rejoin_timeout,
     )

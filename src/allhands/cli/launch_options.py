@@ -107,6 +107,21 @@ AfterFailure = Annotated[
         "--max-restarts times."
     ),
 ]
+Elastic = Annotated[
+    bool,
+    typer.Option(
+        "--elastic",
+        help="When a worker is lost, the others go on in their processes, with the same result; "
+        "one that is started in its place (--max-restarts) joins them.",
+    ),
+]
+Spares = Annotated[
+    int,
+    typer.Option(
+        help="With --elastic: start so many further workers, which wait to take the place of one "
+        "that is lost."
+    ),
+]
 MinWorkers = Annotated[
     int | None,
     typer.Option(

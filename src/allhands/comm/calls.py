@@ -42,7 +42,9 @@ from allhands.comm.log import KEPT, note, position, text_of, users_line
 from allhands.compat import default_store
 from allhands.world import World
 
-__all__ = ["Watcher", "note", "position", "watch"]
+__all__ = ["Watcher", "note", "position", "restart", "watch"]
+
+_running: list[Watcher] = []
 
 # A rank publishes its newest calls only: for older ones, the rank that is ahead looks into its own
 # log.
@@ -85,6 +87,13 @@ def watch(
     return Watcher(world, on_mismatch, every, quiet, late, audit)
 
 
+def restart() -> None:
+    """The world has a new group: what runs compares the calls from here on. To be called on every
+    rank of it at the same place."""
+    for watcher in _running:
+        watcher.begin()
+
+
 class Watcher:
     """The thread of one `watch`. Nothing that happens to the store is raised: without a store there
     is nobody to compare with."""
@@ -98,9 +107,22 @@ class Watcher:
         late: float,
         audit: float,
     ) -> None:
-        self._rank, self._world_size = world.rank, world.world_size
         self._on_mismatch = on_mismatch
         self._every, self._quiet, self._late, self._audit = every, quiet, late, audit
+        self._world = world
+        self._thread: threading.Thread | None = None
+        self._stopped = threading.Event()
+        self.begin()
+        _running.append(self)
+
+    def begin(self) -> None:
+        """Compare the calls from here on, in the world as it is now."""
+        if self._thread is not None:
+            self._stopped.set()
+            hook_calls.end(self)
+            self._thread.join(5.0)
+        world = self._world
+        self._rank, self._world_size = world.rank, world.world_size
         self._base = log.made
         self._caller = threading.get_ident()
         self._stopped = threading.Event()
@@ -109,11 +131,10 @@ class Watcher:
         self._answered: set[int] = set()  # ranks whose key exists
         self._seen = 0
         self._since = time.monotonic()
-        self._world = world
         self._prefix = ""
         self._store = self._open_store()
         self._meeting: Any = None  # the store of the thread that makes the calls
-        self._thread: threading.Thread | None = None
+        self._thread = None
         if self._store is not None:
             hook_calls.begin(self)
             self._thread = threading.Thread(target=self._run, name="allhands-calls", daemon=True)
@@ -127,6 +148,8 @@ class Watcher:
             error: what this rank ends with, when it does not end normally.
         """
         self._stopped.set()
+        if self in _running:
+            _running.remove(self)
         if self._thread is None or self._store is None:
             return
         hook_calls.end(self)
@@ -184,9 +207,9 @@ class Watcher:
         group for minutes."""
         if self._world.is_alone:
             return None
-        from torch.distributed import PrefixStore
+        from torch.distributed import PrefixStore, is_initialized
 
-        shared = default_store()
+        shared = default_store() if is_initialized() else None
         if shared is None:
             return None
         own = shared.clone()

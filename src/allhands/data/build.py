@@ -83,6 +83,7 @@ def build_feeds(
     same_everywhere: bool = False,
     place: tuple[int, int] | None = None,
     level: bool = False,
+    began_with: int | None = None,
 ) -> dict[str, Feed]:
     """One feed a source.
 
@@ -97,6 +98,8 @@ def build_feeds(
             one of its own.
         level: give all ranks the same number of micro-batches in every step, see
             `allhands.data.feed`.
+        began_with: the number of shares with which the training began, where members of the world
+            have changed since; the global batch stays what it was.
 
     Raises:
         UserError: a setting cannot be honoured in this world; the message names it and its
@@ -107,7 +110,7 @@ def build_feeds(
         if not same_everywhere:
             source.dataset = share_data(name, source.dataset, world)
         feeds[name] = _build_feed(
-            source, world, seed, accumulate if source.trains else 1, place, level
+            source, world, seed, accumulate if source.trains else 1, place, level, began_with
         )
     return feeds
 
@@ -305,8 +308,9 @@ def _build_feed(
     accumulate: int,
     place: tuple[int, int] | None,
     level: bool,
+    began_with: int | None,
 ) -> Feed:
-    feed = _feed_of(source, world, seed, accumulate, place, level)
+    feed = _feed_of(source, world, seed, accumulate, place, level, began_with)
     feed.own_collate = source.options.get("collate_fn") not in (None, default_collate)
     feed.level = level
     return feed
@@ -319,6 +323,7 @@ def _feed_of(
     accumulate: int,
     place: tuple[int, int] | None,
     level: bool,
+    began_with: int | None,
 ) -> Feed:
     name, dataset = source.name, source.dataset
     rank, size = place if place is not None else (world.rank, world.world_size)
@@ -330,6 +335,7 @@ def _feed_of(
         "accumulate": accumulate,
         "drop_last": source.drop_last,
         "level": level,
+        "began_with": began_with,
     }
     options = dict(source.options)
     if world.device.type == "cuda" and options.get("collate_fn") in (None, default_collate):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -157,6 +157,9 @@ class InMemoryFeed(Feed):
         order = self.order.indices(epoch)[skip:]
         dealer = Dealer(len(order), **self.deal)
         size, per_rank = dealer.batch_size, dealer.batch_size * dealer.accumulate
+        if dealer.global_batch != per_rank * dealer.world_size:
+            yield from map(self._step_of(order, dealer), dealer.shares(self.rank))
+            return
         full = len(order) // dealer.global_batch
         # [step, rank, sample]: this rank's contiguous share of every full step
         mine = order[: full * dealer.global_batch].view(full, dealer.world_size, per_rank)[
@@ -183,15 +186,22 @@ class InMemoryFeed(Feed):
                     yield micro_batches, counts, dealer.global_batch, False
         if full < dealer.num_steps:
             first = full * dealer.global_batch
-            share = dealer.share(first, len(order) - first, self.rank)
+            yield self._step_of(order, dealer)(dealer.share(first, len(order) - first, self.rank))
+
+    def _step_of(self, order: torch.Tensor, dealer: Dealer) -> Callable[[StepShare], StepBatch]:
+        """What takes a share of a step to its micro-batches."""
+
+        def step(share: StepShare) -> StepBatch:
             parts = [part for _, part in cut(order, share)]
-            last = []
+            batches = []
             if parts:
                 rows = self._gather(torch.cat(parts))
-                last = list(
+                batches = list(
                     zip(*(t.split([len(part) for part in parts]) for t in rows), strict=True)
                 )
-            yield last, share.sizes, share.total, is_idle(share, dealer)
+            return batches, share.sizes, share.total, is_idle(share, dealer)
+
+        return step
 
     def example(self, count: int) -> Any:
         return tuple(self._gather(torch.arange(min(count, self.order.length))))

@@ -2,7 +2,8 @@
 takes.
 
 The order of epoch e is a function of (seed, e) only. Optimizer step t takes the next G samples of
-it, where G (the global batch) is ``batch_size * world_size * accumulate``; each rank takes its
+it, where G (the global batch) is ``batch_size * world_size * accumulate`` of the world that began
+the training, whoever is left of it; each rank takes its
 contiguous share of those G. Nothing is padded, repeated or dropped; only the last step of an epoch
 may be short, and is dealt out as evenly as its size allows. A rank's share of a step is cut into
 micro-batches as a DataLoader of one process would cut it, see `split_share`.
@@ -63,6 +64,8 @@ class Dealer:
         drop_last: leave out a last global batch that is short.
         level: every rank has as many micro-batches in a step as any other, some of them without an
             item if need be.
+        began_with: the number of workers with which the training began, where it is not
+            `world_size`; it decides the global batch.
     """
 
     num_items: int
@@ -71,11 +74,12 @@ class Dealer:
     accumulate: int = 1
     drop_last: bool = False
     level: bool = False
+    began_with: int | None = None
 
     @property
     def global_batch(self) -> int:
         """Items of one full optimizer step, over all workers and accumulation steps."""
-        return self.batch_size * self.world_size * self.accumulate
+        return self.batch_size * (self.began_with or self.world_size) * self.accumulate
 
     @property
     def num_steps(self) -> int:

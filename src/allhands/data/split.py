@@ -67,9 +67,8 @@ class SplitFeed(IterableFeed):
         seed: int,
         options: dict[str, Any],
     ) -> None:
-        super().__init__(
-            name, dataset, deal | {"world_size": 1, "level": False}, 0, world, seed, options
-        )
+        alone = {"world_size": 1, "level": False, "began_with": None}
+        super().__init__(name, dataset, deal | alone, 0, world, seed, options)
         self.kind = "an iterable that is split by rank"
         self.global_batch *= world.world_size
         self.level = bool(deal["level"])

@@ -39,7 +39,7 @@ class RoundLoop(Lifecycle):
         best, best_round: the best value so far, and after how many rounds.
     """
 
-    unit = "round"
+    period = "round"
     settings: TrainSettings
     checkpoints: RoundCheckpoints
 

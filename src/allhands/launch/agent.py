@@ -198,6 +198,10 @@ class Agent:
         its own interfaces."""
         self.send(event="reached", **reach(addresses, port))
 
+    def on_publish(self, key: str, value: str) -> None:
+        if self.store:
+            self.store.publish(key, value)
+
     def on_ping(self) -> None:
         """The launcher is alive, which `_read_requests` has noted."""
 

@@ -88,7 +88,7 @@ class Child:
             send(event="begun", rank=self.rank)
             return
         age = time.monotonic() - message.pop("at", time.monotonic())
-        for event in ("raised", "leaving", "returned", "message", "loaded"):
+        for event in ("raised", "leaving", "returned", "message", "loaded", "joining", "taken_up"):
             if event in message:
                 send(event=event, rank=self.rank, value=message[event], age=age)
 

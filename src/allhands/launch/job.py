@@ -58,7 +58,8 @@ class Job:
         slots = slots if slots is not None else [None] * len(hosts)
         counts: Sequence[int | None] = slots
         if options.workers is not None:
-            counts = deal([host.name for host in hosts], slots, options.workers)
+            wanted = options.workers + options.spares
+            counts = deal([host.name for host in hosts], slots, wanted)
         places = [range(index, options.servers, len(hosts)) for index in range(len(hosts))]
         self.nodes = [JobNode(*one) for one in zip(hosts, counts, places, strict=True)]
         for node in [node for node in self.nodes if node.workers == 0 and not node.servers]:
@@ -66,7 +67,13 @@ class Job:
             self.nodes.remove(node)
             node.host.close()
         self.recovery = Recovery(
-            options.server_restarts, options.on_worker_failure, options.max_restarts, self._say
+            options.server_restarts,
+            options.on_worker_failure,
+            options.max_restarts,
+            options.elastic,
+            options.min_workers or 1,
+            options.spares,
+            self._say,
         )
         self.supervisor = Supervisor(
             [],
@@ -275,6 +282,8 @@ class Job:
             restarts=attempt,
             token=self.token,
             on_worker_failure=self.options.on_worker_failure,
+            elastic=self.options.elastic,
+            spares=self.options.spares,
         )
         return self.supervisor.run(tasks)
 

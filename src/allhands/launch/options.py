@@ -38,6 +38,9 @@ class Options:
         on_worker_failure: "stop" ends, or starts again, all workers when one fails; "continue" lets
             the others go on without it; "restart" starts it alone again, up to `max_restarts`
             times. The last two need servers.
+        elastic: when a worker is lost, the others go on in the same processes, and one that is
+            started in its place, up to `max_restarts` times, joins them.
+        spares: so many further workers, which take part only once another is missing.
         min_workers: with so many workers left a restart goes on without hosts that do not come
             back; None waits for all.
         rejoin_timeout: seconds for a lost host to come back.
@@ -56,6 +59,8 @@ class Options:
     max_restarts: int = 0
     server_restarts: int = 0
     on_worker_failure: str = STOP
+    elastic: bool = False
+    spares: int = 0
     min_workers: int | None = None
     rejoin_timeout: float = REJOIN_TIMEOUT
 
@@ -76,7 +81,7 @@ class Options:
             )
         if self.min_workers is not None and self.min_workers < 1:
             raise UserError(f"min_workers={self.min_workers!r}: it must be at least 1")
-        if self.min_workers is not None and not self.max_restarts:
+        if self.min_workers is not None and not self.max_restarts and not self.elastic:
             raise UserError(
                 "min_workers is about going on after a failure; set max_restarts (--max-restarts) "
                 "as well"
@@ -89,6 +94,22 @@ class Options:
             raise UserError(f"min_workers={self.min_workers} is more than workers={self.workers}")
 
     def _check_recovery(self) -> None:
+        check_whole("spares", self.spares, 0)
+        if self.spares and not self.elastic:
+            raise UserError(
+                f"spares={self.spares} is about workers that take the place of lost ones; set "
+                "elastic (--elastic) as well"
+            )
+        if self.spares and self.workers is None:
+            raise UserError(
+                f"spares={self.spares} needs the number of workers beside them; set workers (-n 4)"
+            )
+        if self.elastic and self.servers:
+            raise UserError(
+                "elastic makes a new world of the workers that are left, and workers with servers "
+                "need none; write on_worker_failure='restart' (--on-worker-failure restart), or "
+                "servers=0"
+            )
         chosen = self.on_worker_failure
         if self.server_restarts < 0:
             raise UserError(f"server_restarts={self.server_restarts!r}: it must be at least 0")

@@ -9,6 +9,8 @@ from typing import Any, Literal
 from allhands.launch import horovod_alias
 from allhands.launch.protocol import MARK
 from allhands.wire import TOKEN
+from allhands.world.group import JOINS
+from allhands.world.regroup import ELASTIC
 
 # What a parameter-server process runs.
 SERVER = "allhands.kvstore.parameter_server"
@@ -101,19 +103,24 @@ def tasks_of(
     token: str,
     restarts: int = 0,
     on_worker_failure: str = "stop",
+    elastic: bool = False,
+    spares: int = 0,
 ) -> list[list[dict[str, Any]]]:
     """What each host starts: its servers first, then its share of the ranks, which are counted from
     the first host on.
 
     A server gets the same variables as the workers of its host, with its own number instead of a
     rank. `token` is the job's secret, and `on_worker_failure` what `Recovery` was told, which is
-    only told where there are servers.
+    only told where there are servers. Of the workers, the last `spares` take part once others are
+    missing.
     """
-    world_size = sum(place.workers for place in places)
+    world_size = sum(place.workers for place in places) - spares
     servers = sum(len(place.servers) for place in places)
     shared = {TOKEN: token}
     if servers:
         shared |= {ON_WORKER_FAILURE: on_worker_failure, WORKER_RESTART: "0"}
+    if elastic:
+        shared[ELASTIC] = str(world_size)
     not_for_servers = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", WORKER_RESTART)
     tasks, rank = [], 0
     for node_rank, place in enumerate(places):
@@ -121,11 +128,13 @@ def tasks_of(
         def env(
             own: int, local: int, node_rank: int = node_rank, place: HostPart = place
         ) -> dict[str, str]:
+            is_spare = own >= world_size
+            of_world = min(place.workers, max(1, world_size - (own - local)))
             return shared | environment(
                 own,
-                world_size,
+                world_size + is_spare * spares,
                 local_rank=local,
-                local_world_size=place.workers,
+                local_world_size=place.workers if is_spare else of_world,
                 node_rank=node_rank,
                 address=place.address,
                 port=port,
@@ -149,6 +158,8 @@ def tasks_of(
             )
         for local in range(place.workers):
             own = env(rank, local)
+            if rank >= world_size:
+                own[JOINS] = "1"
             across = [node for node, other in enumerate(places) if other.workers > local]
             horovod = horovod_alias.variables(own, across.index(node_rank), len(across))
             there.append(

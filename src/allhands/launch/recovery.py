@@ -1,9 +1,10 @@
 """What is done about a worker or server that fails in a job whose other processes can go on without
 it.
 
-A world of collectives ends when one of its ranks does. Workers that meet only through parameter
-servers need not: they can go on with fewer, or wait until the process is there again. Only the
-launcher knows that a process is gone, and only it can start another one on the same host.
+A world of collectives ends when one of its ranks does, unless the job is elastic: its workers then
+make a new world of those that are left. Workers that meet only through parameter servers can go on
+with fewer, or wait until the process is there again. Only the launcher knows that a process is
+gone, and only it can start another one on the same host.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from allhands.launch.elastic_members import ElasticMembers
 from allhands.launch.handle import AgentHandle
 from allhands.launch.output import Output
 from allhands.launch.plan import SERVER_RESTART, WORKER_RESTART
 from allhands.launch.worker_report import Worker, describe_excused
+from allhands.world.group import JOINS
+from allhands.world.regroup import STOP_KEY
 
 # What may follow the failure of a worker.
 STOP, CONTINUE, RESTART = "stop", "continue", "restart"
@@ -41,6 +45,10 @@ class Recovery:
         server_restarts: how many times a server is started again, all servers together.
         on_worker_failure: one of CHOICES.
         max_restarts: how many times a worker, or the whole world, is started again.
+        elastic: the workers go on in another world without one that is lost, and take in one that
+            is started in its place.
+        least: so many workers must be left for that.
+        spares: so many of the workers take part only once another is missing.
         say: shows a report; without "allhands: " before it.
     """
 
@@ -49,6 +57,9 @@ class Recovery:
         server_restarts: int = 0,
         on_worker_failure: str = STOP,
         max_restarts: int = 0,
+        elastic: bool = False,
+        least: int = 1,
+        spares: int = 0,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.server_restarts, self.on_worker_failure, self.max_restarts = (
@@ -56,6 +67,8 @@ class Recovery:
             on_worker_failure,
             max_restarts,
         )
+        self.elastic, self._least, self._spares = elastic, least, spares
+        self.members = ElasticMembers(self._publish)
         self.restarts = 0  # of a worker, or of the world
         self._restarted_servers = 0
         self._say = say
@@ -68,7 +81,7 @@ class Recovery:
     @property
     def may_act(self) -> bool:
         """Whether anything but the end of the attempt can follow a failure."""
-        return bool(self.server_restarts) or self.on_worker_failure != STOP
+        return bool(self.server_restarts) or self.on_worker_failure != STOP or self.elastic
 
     def begin(
         self,
@@ -83,6 +96,8 @@ class Recovery:
         self._agents, self._workers, self._output, self._grace = agents, workers, output, grace
         self._tasks = {task["rank"]: task for there in tasks for task in there}
         self._excused, self._counts = {}, {}
+        ranks = sorted(rank for rank in self._tasks if rank >= 0)
+        self.members.begin(ranks, ranks[len(ranks) - self._spares :])
 
     def is_over(self, worker: Worker) -> bool:
         """Whether nothing more is to come of a worker: it ended, or is about to, and is not started
@@ -96,6 +111,9 @@ class Recovery:
         """The workers and servers whose failure ends the attempt. Of workers without which the
         others go on: all, once none is left that has not failed."""
         failed = [worker for worker in self._workers.values() if worker.failed_at() is not None]
+        if self.elastic and not self.members.is_taken_up:
+            # What fails before a loss is made up for, fails because of it.
+            return failed if any(worker.rank not in self._excused for worker in failed) else []
         blamed = [worker for worker in failed if worker.rank not in self._excused]
         workers = [worker for worker in self._workers.values() if not worker.is_server]
         if not blamed and all(
@@ -110,6 +128,17 @@ class Recovery:
             self._workers[rank] for rank, excuse in self._excused.items() if excuse.then == CONTINUE
         ]
 
+    def is_through(self) -> bool:
+        """Whether all that the job does is done, and only processes are left that serve, or wait
+        for their turn."""
+        if self.elastic:
+            ranks = self.members.ranks
+        elif any(worker.is_server for worker in self._workers.values()):
+            ranks = [rank for rank in self._workers if rank >= 0]
+        else:
+            return False
+        return all(self.is_over(self._workers[rank]) for rank in ranks)
+
     def act(self) -> None:
         """See to what has failed. To be called while no process is being stopped."""
         if not self.may_act:
@@ -118,7 +147,9 @@ class Recovery:
         # Workers before servers, which are of use only while workers run.
         for rank in sorted(agents, key=lambda rank: (rank < 0, abs(rank))):
             worker = self._workers[rank]
-            if rank not in self._excused and worker.failed_at() is not None:
+            if rank not in self._excused and (
+                worker.failed_at() is not None or self._has_left(worker)
+            ):
                 then = self._verdict(worker, agents[rank])
                 if then != STOP:
                     self._excused[rank] = _Excuse(then, time.monotonic())
@@ -126,7 +157,35 @@ class Recovery:
             if excuse is not None and not excuse.settled:
                 self._see_to(worker, agents[rank], excuse)
 
+    def stopping(self, number: int) -> None:
+        """The whole job is told to end by a signal."""
+        if self.elastic:
+            self._publish(STOP_KEY, str(number))
+
+    def _publish(self, key: str, value: str) -> None:
+        attempt = next(iter(self._tasks.values()))["env"]["TORCHELASTIC_RESTART_COUNT"]
+        self._agents[0].send(op="publish", key=f"attempt{attempt}/{key}", value=value)
+
+    def _has_left(self, worker: Worker) -> bool:
+        """Whether a worker of an elastic job has left because it alone was told to."""
+        return self.elastic and worker.exit is not None and worker.stopped_after() is not None
+
+    def _verdict_in_elastic(self, worker: Worker, agent: AgentHandle) -> str:
+        members = self.members.ranks
+        if worker.rank in members:
+            # An exception would be raised again by those that are left.
+            if worker.raised is not None or len(members) - 1 < self._least:
+                return STOP
+            if agent.lost and agent is self._agents[0]:
+                return STOP  # the store is lost with it
+        if self._has_left(worker) or agent.lost or self.restarts == self.max_restarts:
+            return CONTINUE
+        self.restarts += 1
+        return RESTART
+
     def _verdict(self, worker: Worker, agent: AgentHandle) -> str:
+        if self.elastic:
+            return self._verdict_in_elastic(worker, agent)
         if worker.is_server:
             needed = any(
                 not self.is_over(other) for other in self._workers.values() if not other.is_server
@@ -156,6 +215,8 @@ class Recovery:
             return
         excuse.settled = True
         worker.tail = self._output.tail(worker.rank)
+        if self.elastic:
+            self.members.lose(worker.rank, f"{worker.name} on {worker.host}: {worker.cause()}")
         if excuse.then == RESTART:
             self._start_again(worker, agent)
         else:
@@ -175,8 +236,9 @@ class Recovery:
         )
         self._counts[rank] = self._counts.get(rank, 0) + 1
         task = self._tasks[rank]
+        joins = {JOINS: "1"} if self.elastic else {}
         count = {SERVER_RESTART if worker.is_server else WORKER_RESTART: str(self._counts[rank])}
         del self._excused[rank]
         self._workers[rank] = Worker(rank, agent.host, must_return=worker.must_return)
         self._output.place(rank, "" if agent.local else agent.host)
-        agent.send(op="again", worker={**task, "env": {**task["env"], **count}})
+        agent.send(op="again", worker={**task, "env": {**task["env"], **count, **joins}})

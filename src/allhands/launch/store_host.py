@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterable
@@ -32,6 +33,7 @@ class StoreHost:
         self.is_open_to_all = not address
         self.port: int = self._listener.getsockname()[1]
         self.pid = 0
+        self._values = -1  # the pipe by which the agent writes into the store
 
     def start(self, private: Iterable[int]) -> None:
         """Fork the process that serves. Call it after the preload: torch is then imported already.
@@ -41,10 +43,13 @@ class StoreHost:
         """
         parent = os.getpid()
         descriptor = self._listener.detach()  # which would be closed in the child
+        values, self._values = os.pipe()
         self.pid = os.fork()
         if self.pid:
             os.close(descriptor)
+            os.close(values)
             return
+        os.close(self._values)
         try:
             os.setsid()
             processes.die_with_parent(parent)
@@ -56,11 +61,11 @@ class StoreHost:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for fd in private:
                 os.close(fd)
-            self._serve(descriptor)
+            self._serve(descriptor, values)
         finally:
             os._exit(0)
 
-    def _serve(self, listener: int) -> None:
+    def _serve(self, listener: int, values: int) -> None:
         from torch.distributed import TCPStore
 
         store = TCPStore(
@@ -71,12 +76,22 @@ class StoreHost:
             timeout=timedelta(minutes=30),
             master_listen_fd=listener,
         )
+        with os.fdopen(values) as lines:
+            for line in lines:
+                store.set(*json.loads(line))
         while store is not None:
             signal.pause()
+
+    def publish(self, key: str, value: str) -> None:
+        """Write a value into the store."""
+        os.write(self._values, json.dumps([key, value]).encode() + b"\n")
 
     def stop(self) -> None:
         """End the store and release its port."""
         self._listener.close()
+        if self._values >= 0:
+            os.close(self._values)
+            self._values = -1
         if self.pid:
             processes.signal_group(self.pid, signal.SIGKILL)
             # Between fork and setsid the group does not exist yet.

@@ -251,7 +251,9 @@ class Supervisor:
         asked = [
             (worker.left_at(), number)
             for worker in self.workers.values()
-            if not worker.is_server and (number := worker.stopped_after()) is not None
+            if not worker.is_server
+            and worker not in self.recovery.excused()
+            and (number := worker.stopped_after()) is not None
         ]
         if asked:
             return min(asked)[1]
@@ -297,6 +299,7 @@ class Supervisor:
                 heeded = len(self.signals)
             for number in self.passed[passed:]:
                 passed += 1
+                self.recovery.stopping(number)
                 for agent in self.agents:
                     agent.send(op="signal", number=number)
                 if number == signal.SIGTERM and self._leave_by is None:
@@ -310,7 +313,8 @@ class Supervisor:
                 elif self._some_do_not_follow():
                     self.stop(0.0 if signal.SIGTERM in self.passed else self.grace)
                 else:
-                    self._dismiss_servers()
+                    if self.recovery.is_through():
+                        self.stop(self.grace)
                     if self.on_tick is not None:
                         self.on_tick()
                 continue
@@ -323,20 +327,13 @@ class Supervisor:
                     if not agent.idle:
                         agent.kill()
 
-    def _dismiss_servers(self) -> None:
-        """Servers serve until the last worker has ended."""
-        has_servers = any(worker.is_server for worker in self.workers.values())
-        if has_servers and all(
-            self.recovery.is_over(worker)
-            for worker in self.workers.values()
-            if not worker.is_server
-        ):
-            self.stop(self.grace)
-
     def _some_do_not_follow(self) -> bool:
         """Whether workers still run `grace` seconds after the first one stopped on request."""
-        if self._leave_by is None and any(
-            worker.stopped_after() is not None for worker in self.workers.values()
+        elastic = self.recovery.elastic and not self.passed
+        if (
+            self._leave_by is None
+            and not elastic
+            and any(worker.stopped_after() is not None for worker in self.workers.values())
         ):
             self._leave_by = time.monotonic() + self.grace
         return self._leave_by is not None and time.monotonic() > self._leave_by
@@ -440,6 +437,10 @@ class Supervisor:
         elif kind == "message":
             if self.on_message is not None:
                 self.on_message(worker.rank, event["value"])
+        elif kind == "joining":
+            self.recovery.members.ask_to_join(worker.rank)
+        elif kind == "taken_up":
+            self.recovery.members.take_up(event["value"])
         elif kind == "loaded":
             self._not_loaded.discard(worker.rank)
             if not self._not_loaded and self.on_loaded is not None:

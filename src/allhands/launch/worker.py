@@ -84,6 +84,17 @@ def send(message: dict[str, Any]) -> bool:
     return _link.send({"message": message})
 
 
+def ask_to_join() -> None:
+    """Tell the launcher of an elastic job that this process can take part."""
+    _report({"joining": True})
+
+
+def take_up(epoch: int) -> None:
+    """Tell the launcher of an elastic job that this process trains in the membership of this
+    number."""
+    _report({"taken_up": epoch})
+
+
 def fail(message: str) -> NoReturn:
     """End this process at once with exit code 1, from any thread or a signal handler, when its main
     thread cannot go on.

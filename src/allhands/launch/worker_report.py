@@ -174,6 +174,8 @@ class Worker:
                 f"had finished with exit code 0, then {signal_name(self.exit['signal'])} ended "
                 "it while Python shut down"
             )
+        if (number := self.stopped_after()) is not None:
+            return f"left on request, by {signal_name(number)}"
         code = (
             self.leaving if self.leaving is not None else (self.exit or {}).get("code", "unknown")
         )

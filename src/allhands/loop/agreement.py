@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,9 @@ import torch.distributed as dist
 from allhands.comm import calls
 from allhands.errors import WorldError
 from allhands.world import World, slurm
+
+if TYPE_CHECKING:
+    from allhands.loop.elastic import Elastic
 
 # Schedulers send SIGTERM to end a job, and SIGUSR1 some time before they do.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -35,10 +38,12 @@ _UNSAVED = 3
 
 @dataclass(frozen=True)
 class Decision:
-    """What a round has settled: the signal to stop for, or 0, and whether a checkpoint is due."""
+    """What a round has settled: the signal to stop for, or 0, whether a checkpoint is due, and
+    whether the world is about to have other members."""
 
     signal: int = 0
     save: bool = False
+    changed: bool = False
 
 
 class Agreement:
@@ -48,6 +53,7 @@ class Agreement:
         world: the processes.
         save_seconds: a checkpoint is due so long after the last one; None never asks for one.
         signals: those that stop the training once all ranks know; empty for none.
+        elastic: of a world whose members may change; else None.
     """
 
     def __init__(
@@ -55,8 +61,11 @@ class Agreement:
         world: World,
         save_seconds: float | None,
         signals: tuple[signal.Signals, ...] = SIGNALS,
+        elastic: Elastic | None = None,
     ) -> None:
-        self.world = world
+        self.world, self._elastic = world, elastic
+        if elastic is not None and signal.SIGTERM not in signals:
+            signals = (*signals, signal.SIGTERM)
         self.save_seconds = save_seconds
         #: The optimizer step after which the next round is; compared with by the training loop.
         self.next: float = 1 if signals or save_seconds is not None else math.inf
@@ -110,26 +119,43 @@ class Agreement:
         seconds = (now - self._asked_at) / max(1, step - self._asked_step)
         # The first steps are slow, so their pace is trusted only little by little.
         wanted = max(1, min(2 * self._interval, int(EVERY / seconds) if seconds > 0 else 1, 10_000))
-        pending, save, interval = self._exchange(self._pending, due, wanted)
+        pending, save, interval, changed = self._exchange(self._told_to_all(), due, wanted)
         self._asked_at, self._asked_step, self._interval = now, step, interval
         self.next = step + interval
         self._heeded = bool(pending)
-        return Decision(pending, save)
+        return Decision(pending, save, changed)
 
-    def _exchange(self, pending: int, due: bool, interval: int) -> tuple[int, bool, int]:
+    @property
+    def leaves(self) -> int:
+        """The signal that this rank alone got, and leaves an elastic job for; else 0."""
+        return self._pending if self._elastic is not None and not self._told_to_all() else 0
+
+    def heed(self) -> None:
+        """This rank leaves for its signal, which is not to be sent again."""
+        self._heeded = True
+
+    def _told_to_all(self) -> int:
+        """The signal that this rank got, and that ends the training of all."""
+        pending = self._pending
+        if pending and self._elastic is not None and not self._elastic.job_ends():
+            return 0
+        return pending
+
+    def _exchange(self, pending: int, due: bool, interval: int) -> tuple[int, bool, int, bool]:
         """The largest pending signal of all ranks; rank 0's clock decides the rest."""
-        if self.world.world_size == 1:
-            return pending, due, interval
-        calls.note("agreeing whether to go on")
         first = self.world.rank == 0
+        changed = first and self._elastic is not None and self._elastic.changed()
+        if self.world.world_size == 1:
+            return pending, due, interval, changed
+        calls.note("agreeing whether to go on")
         said = torch.tensor(
-            [pending, first and due, interval if first else 0],
+            [pending, first and due, interval if first else 0, changed],
             dtype=torch.int64,
             device=self.world.device,
         )
         dist.all_reduce(said, dist.ReduceOp.MAX)
-        pending, save, interval = said.tolist()
-        return pending, bool(save), interval
+        pending, save, interval, changed = said.tolist()
+        return pending, bool(save), interval, bool(changed)
 
 
 def requeue_if_asked(world: World, say: Callable[[str], None]) -> None:

@@ -9,23 +9,18 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import nn
-
 from allhands.comm import calls
 from allhands.data import (
-    CountedRows,
     Feed,
-    build_feeds,
     derive_seed,
     preserved_generators,
     seed_everything,
 )
-from allhands.errors import UserError
 from allhands.loop import peak
 from allhands.loop.announce import announce
+from allhands.loop.bound_loop import BoundLoop
 from allhands.loop.compiling import compiling
 from allhands.loop.generators import generator_states
-from allhands.loop.grouped import GroupedLoop
 from allhands.loop.history import Values
 from allhands.loop.logged import Logged
 from allhands.loop.loop_checkpoints import LoopCheckpoints
@@ -33,16 +28,16 @@ from allhands.loop.loss_mean import LossMean
 from allhands.loop.optimizer_group import OptimizerGroup
 from allhands.loop.passes import DataPasses
 from allhands.loop.position import Position
+from allhands.loop.reading import Reading
 from allhands.loop.recomputing import recomputing
 from allhands.loop.reporter import Reporter
 from allhands.loop.schedule import learning_rates, length_of_training
-from allhands.loop.settings import LoopSettings, check_sync_batch_norm
+from allhands.loop.settings import LoopSettings
 from allhands.loop.task import Objective, Task
-from allhands.step import OptimizerStep, Precision
 from allhands.world import World
 
 
-class BaseLoop(GroupedLoop):
+class BaseLoop(BoundLoop):
     """A training whose steps somebody else writes: the data's shares, exact optimizer steps,
     checkpoints, and what all ranks decide together.
 
@@ -56,8 +51,6 @@ class BaseLoop(GroupedLoop):
     """
 
     checkpoints: LoopCheckpoints
-    #: Every rank has a micro-batch in every step, see `allhands.data.feed`.
-    level = False
 
     def __init__(
         self,
@@ -68,8 +61,7 @@ class BaseLoop(GroupedLoop):
         checkpoints: Callable[[Any], LoopCheckpoints] = LoopCheckpoints,
         epochs: int | None = 0,
     ) -> None:
-        self.task, self.num_epochs = task, epochs
-        self.settings, self.world = settings, world
+        self.num_epochs = epochs
         self.measure = None
         #: Evaluates between two steps, where that is due; `generators` are those of the training
         #: meanwhile.
@@ -79,41 +71,14 @@ class BaseLoop(GroupedLoop):
             settings.max_steps is not None and settings.limit is None
         )
         self.passes = DataPasses() if by_steps and not settings.same_epoch else None
-        strategy = settings.strategy
-        strategy.check(world)
-        check_sync_batch_norm(settings.model, world)
-        self.feeds = build_feeds(
-            settings.data.sources(settings.seed),
-            world,
-            settings.seed,
-            settings.accumulate,
-            settings.data.same_everywhere,
-            strategy.place(world),
-            strategy.level or self.level,
-        )
-        self.trained = [feed for name, feed in self.feeds.items() if name.startswith("train")]
+        self.begin_binding(settings, world, reporter, task)
         settings.check_one_loader([feed.name for feed in self.trained])
-        self.groups = {
-            name: OptimizerGroup(part, world, task, self._try_on, reporter.line)
-            for name, part in self.parts(settings).items()
-        }
         self._first = next(iter(self.groups))
-        self.counts, self.slices = self.placement.counts, self.placement.slices
-        self.stream = self.placement.stream
-        together = None if strategy.alone else world
-        self._rows = {
-            feed.name: CountedRows(feed, task.rows_of, together, self.counts)
-            for feed in self.trained
-            if feed.own_collate
-        }
         self.logged = Logged(world)
         #: Criteria that are modules of their own, to be compiled where the model is.
         self.losses: list[Any] = []
-        self._steps: dict[tuple[int, str], OptimizerStep] = {}
         self._resumed, self._started = False, 0.0
         self._saved = -1  # the step at which an evaluation between two steps was saved
-        # The loader, samples and rows of a batch that no step was taken with.
-        self._open: tuple[Feed, int, CountedRows | None] | None = None
         super().__init__(settings, world, reporter, checkpoints)
         self.profile = None
         if settings.profile is not None and settings.logdir is not None:
@@ -123,24 +88,7 @@ class BaseLoop(GroupedLoop):
                 settings.profile, settings.logdir / "profile", world, reporter.line
             )
 
-    def parts(self, settings: LoopSettings) -> dict[str, LoopSettings]:
-        """The settings of each optimizer group, by name."""
-        return {"model": settings}
-
     # ------------------------------------------------------------------ begin and end
-
-    def _try_on(self, module: nn.Module, pieces: int) -> None:
-        """Call a module on a micro-batch of the training data, of which `pieces` make a batch."""
-        if self.task.call is None:
-            raise UserError(
-                f"strategy '{self.settings.strategy.in_words()}' calls the model before the first "
-                "step, which it cannot do where a step function of yours does; use "
-                "SupervisedRunner, or a strategy or option that does not (DDP(bucket_cap_mb=25))"
-            )
-        feed = self.trained[0]
-        batch = feed.example(max(2, -(-(feed.batch_size or 32) // pieces)))  # BatchNorm needs two
-        with Precision(self.settings.precision, self.world.device).autocast():
-            self.task.call(module, batch)
 
     def contexts(self) -> Iterator[AbstractContextManager[Any]]:
         for group in self.groups.values():
@@ -174,24 +122,25 @@ class BaseLoop(GroupedLoop):
             group.close()
         if self.profile is not None:
             self.profile.close()
-        if self.passes is not None:
-            self.passes.close()
-        for feed in self.feeds.values():
-            feed.close()
+        self._close_feeds()
 
     def end(self) -> None:
+        if self.position is not None:
+            self.unit(self._make_equal_in_the_end)
         for group in self.groups.values():
-            if self.position is not None:
-                group.set_mode(training=False)
-                # the model that is handed back is one for all ranks
-                group.state.sync_buffers()
             group.exchange.finish()
         if not self.signal:
-            self.reporter.line(peak.said(self.world))
+            self.reporter.line(self.unit(lambda: peak.said(self.world)))
+
+    def _make_equal_in_the_end(self) -> None:
+        for group in self.groups.values():
+            group.set_mode(training=False)
+            # the model that is handed back is one for all ranks
+            group.state.sync_buffers()
 
     def check_finite(self) -> None:
         if self.measure is not None:
-            self.measure.check_finite()
+            self.unit(self.measure.check_finite)
 
     # ------------------------------------------------------------------ epochs
 
@@ -254,9 +203,12 @@ class BaseLoop(GroupedLoop):
             best: whether they are the best so far.
         """
         if self.settings.logdir is not None:
-            self.checkpoints.save(None, best, values)
+            self.unit(lambda: self._save_between_epochs(best, values))
             self.agreement.saved()
-            self.signal = self.agreement.ask(self.global_step + self.evaluated).signal
+            self.signal = self.ask().signal
+
+    def _save_between_epochs(self, best: bool, values: Values) -> None:
+        self.checkpoints.save(None, best, values)
 
     # ------------------------------------------------------------------ the steps of an epoch
 
@@ -275,13 +227,14 @@ class BaseLoop(GroupedLoop):
         position = self.position
         assert position is not None
         rows = self._rows.get(feed.name)
-        for batch in self.due(self._batches(feed, position)):
+        self._reading = Reading(self, feed, position)
+        for batch in self.due(self._reading):
             self._open = feed, batch[2], rows
             yield batch
             if self._open is not None:
                 self._count()  # no step was taken with it
-        measure.check_finite()
-        self.measure = None
+        self.unit(measure.check_finite)
+        self.measure = self._reading = None
 
     def begin_steps(self, measure: LossMean) -> None:
         """Steps follow, whose losses `measure` takes in."""
@@ -289,10 +242,10 @@ class BaseLoop(GroupedLoop):
         assert position is not None
         self.measure = measure
         if self.settings.evaluate_every is None:
-            measure.start(f"{self.unit} {self.epoch + 1}")
-            self.logged.start()
+            measure.where = f"{self.period} {self.epoch + 1}"
+            self.start_measure(measure)
         else:  # the means are those since the last evaluation
-            measure.where = f"{self.unit} {self.epoch + 1}"
+            measure.where = f"{self.period} {self.epoch + 1}"
         self._steps.clear()
         for group in self.groups.values():
             group.train()
@@ -300,12 +253,19 @@ class BaseLoop(GroupedLoop):
             self._resumed = False
             self.checkpoints.continue_epoch(position)
 
+    def start_measure(self, measure: LossMean) -> None:
+        """What was measured is told; the means of the steps that follow begin."""
+        measure.start(measure.where)
+        self.logged.start()
+        if self.elastic is not None and not self._resumed:
+            self.elastic.forget_measured()
+
     def due(self, iterations: Iterator[Any]) -> Iterator[Any]:
         """The same iterations, with what is due between two of them."""
         check_every, save_every = self.strategy.check_weights_every, self.settings.save_every or 0
         evaluate_every = self.settings.evaluate_every or 0
         step = self.global_step
-        next_check = step + check_every if check_every else math.inf
+        next_check = (step // check_every + 1) * check_every if check_every else math.inf
         next_save = (step // save_every + 1) * save_every if save_every else math.inf
         next_evaluation = (
             (step // evaluate_every + 1) * evaluate_every if evaluate_every else math.inf
@@ -318,11 +278,11 @@ class BaseLoop(GroupedLoop):
         for iteration in iterations:
             yield iteration
             step = self.global_step
+            if self.elastic is not None:
+                self.elastic.leave_if_told()
             if step >= next_check:
                 next_check = step + check_every
-                calls.note("comparing weights")
-                for group in self.groups.values():
-                    group.exchange.check_equal(f"at step {step}")
+                self.unit(lambda: self._check_equal(f"at step {self.global_step}"))
             if step >= next_evaluation:
                 next_evaluation = step + evaluate_every
                 self._evaluate_between()
@@ -332,6 +292,11 @@ class BaseLoop(GroupedLoop):
                 self.save()
             if self._stop_now or step + self.evaluated >= self.agreement.next:
                 self.after_iteration()
+
+    def _check_equal(self, where: str) -> None:
+        calls.note("comparing weights")
+        for group in self.groups.values():
+            group.exchange.check_equal(where)
 
     def _evaluate_between(self) -> None:
         """Evaluate between two steps; a checkpoint that is due meanwhile goes on here."""
@@ -353,12 +318,21 @@ class BaseLoop(GroupedLoop):
             group: whose optimizer takes the step; None where there is one.
         """
         name = self._first if group is None else group
+        if self.elastic is None:
+            self.take_optimizer_step(objective, name, batch)
+        else:
+            self.elastic.step(lambda one: self.take_optimizer_step(objective, name, one), batch)
+
+    def take_optimizer_step(self, objective: Objective, name: str, batch: Any) -> None:
+        """Take a step of the optimizer of this name."""
         own = self.groups[name]
         take = self._steps.get((id(objective), name))
         if take is None:
             take = self._steps[id(objective), name] = own.step_for(objective)
             if self.profile is not None:
                 take.label = self.profile.label
+            if self.elastic is not None:
+                take.before_update = self.elastic.before_update
         if self.world.world_size > 1:
             calls.note(("optimizer step", self.global_step + 1))
         if own.captured is None:
@@ -393,11 +367,14 @@ class BaseLoop(GroupedLoop):
         """The loaders of the epoch that are trained on are through: what is evaluated and saved is
         equal on all ranks."""
         assert self.position is not None
+        self.unit(self._make_equal_after_epoch)
+        self.position.evaluating = True
+
+    def _make_equal_after_epoch(self) -> None:
         number = self.epoch + 1
         for group in self.groups.values():
             calls.note(("comparing weights after epoch", number))
-            group.make_equal(f"after {self.unit} {number}")
-        self.position.evaluating = True
+            group.make_equal(f"after {self.period} {number}")
 
     def evaluation(self, feed: Feed) -> Iterator[Any]:
         """The batches for this rank of a loader that is evaluated, in the current epoch.
@@ -412,7 +389,7 @@ class BaseLoop(GroupedLoop):
         self.position.seconds = self.seconds
         return self.between(itertools.islice(feed.epoch(self.epoch), self.settings.limit))
 
-    def _batches(self, feed: Feed, position: Position) -> Iterator[Any]:
+    def batches_left(self, feed: Feed, position: Position) -> Iterator[Any]:
         """The steps of the epoch that are left."""
         settings = self.settings
 

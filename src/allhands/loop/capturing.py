@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from allhands.launch import worker
 from allhands.loop.settings import LoopSettings
 from allhands.loop.task import Task
 from allhands.step import cannot_capture
 from allhands.world import World
+from allhands.world.regroup import began_with
 
 
 def captures_steps(
@@ -41,6 +43,11 @@ def _refusal(settings: LoopSettings, world: World, own_calls: str, scales: bool)
     if world.device.type != "cuda":
         return (
             f"the device is '{world.device.type}', and CUDA graphs are what steps are captured in"
+        )
+    if began_with() is not None and worker.active():
+        return (
+            "--elastic lets the ranks tell one another in each step what they have measured, which "
+            "is not captured"
         )
     refused = settings.strategy.capture_refused(settings.model, world)
     if refused is not None:

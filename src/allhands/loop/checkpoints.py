@@ -61,6 +61,16 @@ class Checkpoints(ABC):
         if self.folder is not None:
             self._saver = checkpoint.Saver(self.folder, self.loop.world)
 
+    def meet(self) -> None:
+        """Agree on the folder anew, with other members of the world."""
+        self._agreed_logdir()
+
+    def abandon(self) -> None:
+        """Stop saving, as some rank is gone; what is being written is left out."""
+        if self._saver is not None:
+            self._saver.abandon()
+            self._saver = None
+
     def wait(self) -> None:
         """Until what was saved is whole on the disk."""
         if self._saver is not None:

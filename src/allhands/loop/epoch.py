@@ -34,19 +34,27 @@ class Batch:
     """
 
     def __init__(self, loop: OwnSteps, step: Any, first: int | None = None) -> None:
+        self._loop = loop
+        self.used: set[str] = set()
+        #: Iterations before this one, and steps that were taken with it.
+        self.iteration, self.steps = loop.global_step, 0
+        self.renew(step, first)
+
+    def renew(self, step: Any, first: int | None = None) -> None:
+        """Stand for another share of the same global batch."""
         batches, counts, self.total, _ = step
         if first is None:
-            first, _ = loop.share(self.total)
+            first, _ = self._loop.share(self.total)
         self.count = sum(counts)
         self.parts = []
         for batch, count in zip(batches, counts, strict=True):
             self.parts.append(Rows(batch, count, first, self.total))
             first += count
         self.counts = counts
-        self.used: set[str] = set()
-        #: Iterations before this one, and steps that were taken with it.
-        self.iteration, self.steps = loop.global_step, 0
-        self._loop = loop
+
+    def as_step(self) -> tuple[list[Rows], Any, int, bool]:
+        """As `BaseLoop.step` takes it."""
+        return self.parts, self.counts, self.total, False
 
     @classmethod
     def of(cls, loop: OwnSteps, own: Any) -> Batch:
@@ -167,6 +175,7 @@ class Results(ABC):
     """
 
     values: dict[str, dict[str, float]]
+    _loop: OwnSteps
 
     @abstractmethod
     def evaluating(self, name: str) -> AbstractContextManager[Evaluation]:
@@ -183,9 +192,14 @@ class Results(ABC):
             name: of a loader that is not trained on.
             fn: a step function, see `Loop.step`. Values beside the loss are means over the samples.
         """
-        with self.evaluating(name) as evaluation:
-            evaluation.of(fn)
-        return dict(evaluation)
+
+        def evaluate() -> dict[str, float]:
+            with self.evaluating(name) as evaluation:
+                evaluation.of(fn)
+            return dict(evaluation)
+
+        self.values[name] = self._loop.unit(evaluate)
+        return dict(self.values[name])
 
     def log(self, **values: float) -> None:
         """Add numbers, the same on every rank, to what is printed and kept."""

@@ -50,11 +50,24 @@ class GroupedLoop(Lifecycle):
     def equal_between_steps(self) -> Iterator[None]:
         """Within, between two steps of an epoch, the models are as they are evaluated: equal on
         all ranks. All ranks call it together."""
-        for group in self.groups.values():
-            group.make_equal(f"at step {self.global_step}")
+        self.unit(self._make_equal_at_step)
         yield
         for group in self.groups.values():
             group.train()
+
+    def _make_equal_at_step(self) -> None:
+        for group in self.groups.values():
+            group.make_equal(f"at step {self.global_step}")
+
+    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The buffers of the models that are trained."""
+        for name, group in self.groups.items():
+            before = f"{name}/" if len(self.groups) > 1 else ""
+            for key, buffer in group.model.named_buffers():
+                yield before + key, buffer
+
+    def step_was_taken(self) -> None:
+        """The step of the current iteration is taken, and counted."""
 
     def copy_weights(self) -> Any:
         """A copy of this rank's weights and buffers in the processor's memory, for

@@ -7,19 +7,23 @@ import math
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import astuple
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from allhands.comm import calls
 from allhands.data import preserved_generators
 from allhands.launch import handback
-from allhands.loop.agreement import SIGNALS, Agreement, requeue_if_asked
+from allhands.loop.agreement import SIGNALS, Agreement, Decision, requeue_if_asked
 from allhands.loop.checkpoints import Checkpoints
 from allhands.loop.history import Values
 from allhands.loop.position import Position
 from allhands.loop.reporter import Reporter
 from allhands.loop.settings import LoopSettings
 from allhands.world import World
+
+if TYPE_CHECKING:
+    from allhands.loop.elastic import Elastic
 
 
 class TrainingStopped(SystemExit):
@@ -55,8 +59,10 @@ class Lifecycle:
         signal: that the training ends for, or 0.
     """
 
+    #: Of a training that goes on when members of the world change; else None.
+    elastic: Elastic | None = None
     #: What an epoch is called.
-    unit = "epoch"
+    period = "epoch"
 
     def __init__(
         self,
@@ -85,6 +91,7 @@ class Lifecycle:
             world,
             minutes * 60 if minutes is not None else None,
             (*SIGNALS, *interrupts) if settings.logdir is not None else interrupts,
+            self.elastic,
         )
 
     # ------------------------------------------------------------------ begin and end
@@ -95,7 +102,10 @@ class Lifecycle:
             stack.enter_context(self.agreement)
             for context in self.contexts():
                 stack.enter_context(context)
-            self.checkpoints.restore()
+            if self.elastic is not None and self.elastic.joins:
+                self.elastic.receive()
+            else:
+                self.checkpoints.restore()
             note = self.check_schedule()
             self.begin()
             self.checkpoints.open()
@@ -167,8 +177,8 @@ class Lifecycle:
     def where(self) -> str:
         """Where the training stands, in words."""
         if self.position is None:
-            return f"after {self.unit} {self.epoch}"
-        return f"after optimizer step {self.global_step}, in {self.unit} {self.epoch + 1}"
+            return f"after {self.period} {self.epoch}"
+        return f"after optimizer step {self.global_step}, in {self.period} {self.epoch + 1}"
 
     # ------------------------------------------------------------------ what all ranks decide
 
@@ -196,9 +206,21 @@ class Lifecycle:
             values: metrics by loader, for the checkpoint's summary.
             best: whether they are the best so far.
         """
+        self.unit(lambda: self._save(values, best))
+        self.agreement.saved()
+
+    def _save(self, values: Values | None, best: bool) -> None:
         calls.note(("saving a checkpoint after optimizer step", self.global_step))
         self.checkpoints.save(self.position, best, values)
-        self.agreement.saved()
+
+    def unit(self, do: Callable[[], Any]) -> Any:
+        """Do what all ranks do together."""
+        return do()
+
+    def ask(self) -> Decision:
+        """A round of the agreement."""
+        step = self.global_step + self.evaluated
+        return Decision(*self.unit(lambda: astuple(self.agreement.ask(step))))
 
     def check_finite(self) -> None:
         """Raise `NonFiniteLossError` for weights that a NaN has reached, which must not become the
@@ -224,7 +246,7 @@ class Lifecycle:
         Raises:
             TrainingStopped: the training ends here.
         """
-        decision = self.agreement.ask(self.global_step + self.evaluated)
+        decision = self.ask()
         position = self.position
         evaluates = position is not None and (position.evaluating or position.evaluating_between)
         within = self.around_save if evaluates else None
@@ -240,6 +262,8 @@ class Lifecycle:
             raise TrainingStopped(decision.signal)
         if decision.save and within is not None:
             within[1]()
+        if decision.changed and not evaluates and self.elastic is not None:
+            self.elastic.take_in()
 
     def between(self, steps: Iterator[Any]) -> Iterator[Any]:
         """The steps of an evaluation, with the rounds of the agreement between them: a signal need

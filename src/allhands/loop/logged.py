@@ -11,6 +11,9 @@ from allhands.comm import all_gather_text, all_reduce_sum, calls
 from allhands.errors import UserError
 from allhands.world import World
 
+#: Sums and weights by name.
+Sums = tuple[dict[str, float | torch.Tensor], dict[str, float]]
+
 
 class Logged:
     """Sums and weights by name, of one epoch of one loader."""
@@ -23,6 +26,10 @@ class Logged:
         """Begin an epoch."""
         self._sums: dict[str, float | torch.Tensor] = {}
         self._weights: dict[str, float] = {}
+
+    def copy(self) -> Sums:
+        """Sums and weights as they are now."""
+        return dict(self._sums), dict(self._weights)
 
     def add(self, name: str, value: float | torch.Tensor, count: float) -> None:
         """Take in the mean of `count` items."""

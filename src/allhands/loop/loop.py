@@ -23,7 +23,7 @@ from allhands.loop.loss_mean import LossMean
 from allhands.loop.model_groups import OwnModels, named
 from allhands.loop.own_steps import OwnSteps
 from allhands.loop.passes import DataPasses
-from allhands.loop.reporter import ConsoleReporter, ForwardingReporter, Reporter
+from allhands.loop.reporter import ConsoleReporter, ForwardingReporter, reporter_of
 from allhands.loop.settings import Data, LoopSettings
 from allhands.loop.workers import strategy_for
 from allhands.strategies import Strategy
@@ -139,13 +139,10 @@ class Loop(OwnSteps):
         settings.strategy = strategy_for(strategy or distributed, world)
         own.check(settings, world.world_size, "allhands.Loop(strategy={!r})")
         prepare_logdir(settings.logdir)
-        reporter: Reporter = ForwardingReporter(False)  # where `allhands.spawn` has started it
-        if handback.arrived is None:
-            reporter = ConsoleReporter(False)
-        if world.rank:
-            reporter = Reporter()
-        super().__init__(settings, own, world, reporter)
-        self._without_loader = LossMean(world, trains=True, counts=self.counts)
+        # Where `allhands.spawn` has started it, the caller prints.
+        kind = ConsoleReporter if handback.arrived is None else ForwardingReporter
+        super().__init__(settings, own, world, reporter_of(world, lambda: kind(False)))
+        self._without_loader = self.measures[""] = LossMean(world, trains=True, counts=self.counts)
 
     def data_of(self, loaders: Any, datasets: Any) -> Data:
         """The data, as the user gave it."""
@@ -265,21 +262,28 @@ class Loop(OwnSteps):
                 "make a new allhands.Loop for another training"
             )
         with calls.watch(self.world, worker.fail), self, self.misuse:
-            self._loggers = Loggers(
-                self.settings.logdir if self.main else None,
-                len(self.history["epoch"]),
-                self.global_step or None,
-                unit=row,
-            )
+            self._row = row
+            self.regrouped = self._open_loggers
+            self._open_loggers()
             try:
                 yield
             finally:
+                assert self._loggers is not None
                 self._loggers.close()
             if self.stop_reason is not None:
                 self.reporter.line(f"stopped {self.where}: {self.stop_reason}")
             self.finish()
             for group in self.groups.values():
                 group.state.give_back(keep=True)
+
+    def _open_loggers(self) -> None:
+        if self._loggers is None or (self.main and not self._loggers.active):
+            self._loggers = Loggers(
+                self.settings.logdir if self.main else None,
+                len(self.history["epoch"]),
+                self.global_step or None,
+                unit=self._row,
+            )
 
     def stop(self, reason: str) -> None:  # type: ignore[override]
         """End the training after the current epoch, or iteration of `steps`; to be called on every

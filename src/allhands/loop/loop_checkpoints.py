@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -141,14 +142,6 @@ class LoopCheckpoints(Checkpoints):
             for name, group in groups.items()
         ]
 
-    def _named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The buffers of the models that are trained."""
-        groups = self.loop.groups
-        for name, group in groups.items():
-            before = f"{name}/" if len(groups) > 1 else ""
-            for key, buffer in group.model.named_buffers():
-                yield before + key, buffer
-
     @contextmanager
     def _buffers_made_equal(self) -> Iterator[Tensors]:
         """Within, buffers are what evaluation would see; yields this rank's own."""
@@ -189,19 +182,12 @@ class LoopCheckpoints(Checkpoints):
             )
         try:
             with checkpoint.reader(path) as read:
-                for group, model in self._groups_of(state["model"], "model"):
-                    group.state.load_model_state(model, read)
-                for group, optimizer in self._groups_of(state["optimizer"], "optimizer"):
-                    group.state.load_optimizer_state(optimizer, read)
+                self._load_trained(state, read)
         except (RuntimeError, ValueError, KeyError) as error:
             raise UserError(
                 f"resume: the checkpoint is of another model or optimizer: {error}"
             ) from None
-        for group, scheduler in self._groups_of(state["scheduler"], "scheduler"):
-            group.schedule.load_state_dict(scheduler)
-        for group, scale in self._groups_of(state["scaler"], "scaler"):
-            if group.precision.scaler is not None and scale is not None:
-                group.precision.scaler.load_state_dict(scale)
+        self._load_schedules(state)
         loop.epoch, loop.global_step = state["epoch"], state["step"]
         if state["seed"] != settings.seed:
             loop.reporter.line(
@@ -210,6 +196,73 @@ class LoopCheckpoints(Checkpoints):
             )
         self._load_passes(state)
         self._load_own(path, state)
+        self.load_rest(state)
+
+    def load_rest(self, state: dict[str, Any]) -> None:
+        """Take from `state` what a kind of training has beside what its loop has."""
+
+    def _load_trained(self, state: dict[str, Any], read: Any) -> None:
+        for group, model in self._groups_of(state["model"], "model"):
+            group.state.load_model_state(model, read)
+        for group, optimizer in self._groups_of(state["optimizer"], "optimizer"):
+            group.state.load_optimizer_state(optimizer, read)
+
+    def _load_schedules(self, state: dict[str, Any]) -> None:
+        for group, scheduler in self._groups_of(state["scheduler"], "scheduler"):
+            group.schedule.load_state_dict(scheduler)
+        for group, scale in self._groups_of(state["scaler"], "scaler"):
+            if group.precision.scaler is not None and scale is not None:
+                group.precision.scaler.load_state_dict(scale)
+
+    # ------------------------------------------------------------------ other members of the world
+
+    def in_memory(self) -> dict[str, Any]:
+        """What a process needs that takes part from here on; of tensors and plain data."""
+        position = self.loop.position
+        return self.state() | {"position": None if position is None else position.to_dict()}
+
+    def join(self, state: dict[str, Any]) -> None:
+        """Put a training that begins where `in_memory` was taken on another rank."""
+        loop = self.loop
+        self._load_trained(state, None)
+        self._load_schedules(state)
+        loop.epoch, loop.global_step = state["epoch"], state["step"]
+        self._load_passes(state)
+        if state["position"] is not None:
+            loop.position = Position(**state["position"])
+        self.load_rest(state)
+
+    def counted(self) -> dict[str, Any]:
+        """What a step has changed, beside weights and the optimizer's state."""
+        loop, position = self.loop, self.loop.position
+        assert position is not None
+        return {
+            "scheduler": self._by_group(lambda group: group.schedule.state_dict()),
+            "scaler": self._by_group(_scaler_state),
+            "step": loop.global_step,
+            "samples": position.samples,
+            "steps": position.steps,
+            "passes": copy.deepcopy(loop.passes.places) if loop.passes is not None else None,
+        }
+
+    def catch_up(self, state: dict[str, Any], counted: dict[str, Any] | None) -> None:
+        """Be as far as another rank is, which has done what this one was doing.
+
+        Args:
+            state: what `in_memory` gave there.
+            counted: where that was a step: what `counted` gave after it.
+        """
+        loop, position = self.loop, self.loop.position
+        self._load_trained(state, None)
+        if counted is None:
+            return
+        assert position is not None
+        self._load_schedules(counted)
+        loop.global_step = counted["step"]
+        position.samples, position.steps = counted["samples"], counted["steps"]
+        if loop.passes is not None:
+            loop.passes.places = counted["passes"]
+        loop.step_was_taken()
 
     def _load_passes(self, state: dict[str, Any]) -> None:
         loop, written = self.loop, state.get("passes")
@@ -265,7 +318,7 @@ class LoopCheckpoints(Checkpoints):
             self._own = [own]
             self._generators = _under(own, "generators/")
             values = _under(own, "buffers/")
-            for name, buffer in self._named_buffers():
+            for name, buffer in loop.named_buffers():
                 buffer.copy_(values[name])
             return
         laid_out = f" ({state['layout']})" if state.get("layout") else ""

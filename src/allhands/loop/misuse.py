@@ -35,8 +35,12 @@ class Misuse:
         self._on_models: list[Any] = []  # which nobody should call
         self._first = 0  # iteration of this process
 
-    def __enter__(self) -> None:
+    def begin(self) -> None:
+        """The next iterations are looked at, as those of a rank that begins now."""
         self._first = self.loop.global_step
+
+    def __enter__(self) -> None:
+        self.begin()
         for name, model in self.loop.untrained.items():
             hook = _CallHook(self.loop, name)
             self._on_models += [one.register_forward_pre_hook(hook) for one in model.modules()]

@@ -53,20 +53,26 @@ class OptimizerGroup:
             model.to(world.device)
             if self.optimizer.state:  # a state from earlier training follows its parameters
                 self.optimizer.load_state_dict(self.optimizer.state_dict())
-        scaler = self.precision.scaler
-        if scaler is not None and strategy.parted and world.world_size > 1:
+        self.schedule = Schedule(settings.scheduler)
+        self._task, self._try_on, self._say = task, try_on, say
+        self.bind()
+
+    def bind(self) -> None:
+        """Bind the strategy to the model and the optimizer, in the world as it is now."""
+        settings, world, scaler = self.settings, self.world, self.precision.scaler
+        if scaler is not None and self.strategy.parted and world.world_size > 1:
             scaler.together = world
-        self.captures = captures_steps(settings, world, task, scaler is not None, say)
-        options = BindOptions(settings.seed, scaler, try_on, settings.clip_norm)
-        bound = strategy.bind(model, self.optimizer, world, options)
+        self.captures = captures_steps(settings, world, self._task, scaler is not None, self._say)
+        options = BindOptions(settings.seed, scaler, self._try_on, settings.clip_norm)
+        bound = self.strategy.bind(settings.model, self.optimizer, world, options)
         self.placement, self.exchange, self.state = bound.placement, bound.exchange, bound.state
         self.called, self.model = self.placement.module, self.placement.model
-        self.schedule = Schedule(settings.scheduler)
         #: Takes the steps from CUDA graphs; None where each is asked for anew.
-        self.captured = self._captured_steps(task, say) if self.captures else None
+        self.captured = self._captured_steps() if self.captures else None
         self._looked = False  # at what the first step has done to buffers
 
-    def _captured_steps(self, task: Task, say: Callable[[str], None]) -> CapturedSteps:
+    def _captured_steps(self) -> CapturedSteps:
+        task = self._task
         return CapturedSteps(
             self.model,
             task.criterion,
@@ -75,7 +81,7 @@ class OptimizerGroup:
             keeps=task.keeps_outputs,
             shows=task.shows_gradients,
             insist=self.settings.step == "graph",
-            say=say,
+            say=self._say,
         )
 
     def begin(self, step: int) -> None:

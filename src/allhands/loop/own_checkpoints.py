@@ -63,12 +63,16 @@ class OwnCheckpoints(LoopCheckpoints):
         _check_names(set(state["registered"]), here, "register(name, …)")
         _check_names(set(state["models"]), set(loop.others), "models={name: …}")
         super().load(path, state)
+        self._load_of_each_rank(path, state["world_size"])
+
+    def load_rest(self, state: dict[str, Any]) -> None:
+        super().load_rest(state)
+        loop = self.loop
         for name, model in loop.others.items():
             model.load_state_dict(state["models"][name])
         loop.history = state["history"]
-        for name in here:
-            loop.registered[name][0].load_state_dict(state["registered"][name])
-        self._load_of_each_rank(path, state["world_size"])
+        for name, own in state["registered"].items():
+            loop.registered[name][0].load_state_dict(own)
 
     def load_weights(self, path: Path) -> None:
         super().load_weights(path)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from allhands.data import Feed
-from allhands.errors import UserError, kind_of
+from allhands.errors import UserError, WorldError, kind_of
 from allhands.loop.epoch import Batch
 from allhands.loop.history import new_history
 from allhands.loop.loop_checkpoints import LoopCheckpoints
@@ -26,6 +26,7 @@ from allhands.loop.reports import Reports
 from allhands.loop.settings import LoopSettings
 from allhands.loop.step_function import StepFunction, rows_of
 from allhands.loop.task import Objective, Task
+from allhands.step import LossRule
 from allhands.step.modes import evaluation_mode
 from allhands.world import World
 
@@ -45,6 +46,9 @@ class OwnSteps(PassesByHand, Reports):
     """
 
     level = True
+    #: The current batch of the loader.
+    batch: Batch | None = None
+    _is_loaders = False  # the batch of the step that is being taken
 
     def __init__(
         self,
@@ -56,8 +60,7 @@ class OwnSteps(PassesByHand, Reports):
         epochs: int | None = 0,
     ) -> None:
         self.several, self.container = own.several, own.container
-        self._parts = own.parts(settings)
-        self.others = place_others(own.models, self._parts, world)
+        self._parts, self._models = own.parts(settings), own.models
         self.history = new_history()
         self.registered: dict[str, tuple[Any, bool]] = {}
         self._functions: dict[tuple[Any, str], tuple[StepFunction, Objective]] = {}
@@ -72,10 +75,11 @@ class OwnSteps(PassesByHand, Reports):
                 f"strategy '{settings.strategy.name}': a pipeline runs the passes of a step in its "
                 "own order, in which a step function cannot be called; use SupervisedRunner"
             )
-        self.device, self.main = world.device, world.rank == 0
+        self.device = world.device
         self.measures = {
             feed.name: LossMean(world, trains=True, counts=self.counts) for feed in self.trained
         }
+        self.rules = self._own_rules
         self.models = called_models(own.models, self.groups)
         # Those that are called have modes of their own.
         self.container = nn.ModuleDict(self.models)
@@ -85,6 +89,33 @@ class OwnSteps(PassesByHand, Reports):
 
     def parts(self, settings: LoopSettings) -> dict[str, LoopSettings]:
         return self._parts
+
+    def bind(self) -> None:
+        self.others = place_others(self._models, self._parts, self.world)
+        super().bind()
+
+    def look_again(self) -> None:
+        super().look_again()
+        self.misuse.begin()
+
+    def _own_rules(self) -> Iterator[LossRule]:
+        return (function.rule for function, _ in self._functions.values())
+
+    def same_batch(self) -> Any:
+        batch = self.batch
+        if not isinstance(batch, Batch) or not self._is_loaders:
+            raise WorldError(
+                "a worker was lost, and the batch is not the loader's own, so that nobody has the "
+                "rows of the others; call loop.step(loss_of, batch) with what epoch.train gave, or "
+                "write --max-restarts"
+            )
+        batch.renew(super().same_batch())
+        return batch.as_step()
+
+    @property
+    def main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.world.rank == 0
 
     @property
     def model(self) -> nn.Module:
@@ -123,6 +154,7 @@ class OwnSteps(PassesByHand, Reports):
         if fn is None:
             self.end_by_hand(name)
             return
+        self._is_loaders = batch is self.batch
         if not isinstance(batch, Batch):
             batch = Batch.of(self, batch)
         if name in batch.used and not again:
@@ -131,7 +163,6 @@ class OwnSteps(PassesByHand, Reports):
                 "loop.step(…, again=True) where it is meant"
             )
         batch.used.add(name)
-        self.misuse.agree(f"loop.step of '{name}'")
         self._stepped.add(name)
         function, objective = self._function(fn, name)
         # Methods of one object are equal, and made anew each time.
@@ -143,9 +174,12 @@ class OwnSteps(PassesByHand, Reports):
         function.fn = fn
         self._drawing = batch.iteration, batch.steps
         batch.steps += 1
-        step = batch.parts, batch.counts, batch.total, False
         with self.misuse.within, self.alone(self.groups[name]):
-            super().step(objective, step, name)
+            super().step(objective, batch.as_step(), name)
+
+    def take_optimizer_step(self, objective: Objective, name: str, batch: Any) -> None:
+        self.misuse.agree(f"loop.step of '{name}'")
+        super().take_optimizer_step(objective, name, batch)
 
     def alone(self, group: OptimizerGroup) -> AbstractContextManager[None]:
         """Within, no parameter of another group than this one needs a gradient."""
@@ -183,8 +217,8 @@ class OwnSteps(PassesByHand, Reports):
         unused = [name for name in self.groups if name not in self._stepped]
         if self._stepped and unused:
             raise UserError(
-                f"no step used the optimizer '{unused[0]}' in {self.unit} {self.epoch + 1}; write "
-                f"loop.step(…, batch, optimizer={unused[0]!r}), or leave it out"
+                f"no step used the optimizer '{unused[0]}' in {self.period} {self.epoch + 1}; "
+                f"write loop.step(…, batch, optimizer={unused[0]!r}), or leave it out"
             )
 
     @contextmanager

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from allhands.launch import worker
+from allhands.world import World
+from allhands.world.regroup import began_with
 
 
 class Reporter:
@@ -98,6 +100,40 @@ class ConsoleReporter(Reporter):
             self._bar = None
         if sys.stdout is not None:  # as in a service
             sys.stdout.flush()
+
+
+class FirstRankReporter(Reporter):
+    """Of a rank whose number may change: says what it is told while that is 0."""
+
+    def __init__(self, world: World, reporter: Reporter) -> None:
+        self._world, self._reporter = world, reporter
+
+    @property
+    def shows_bar(self) -> bool:  # type: ignore[override]
+        return self._world.rank == 0 and self._reporter.shows_bar
+
+    def line(self, text: str) -> None:
+        if self._world.rank == 0:
+            self._reporter.line(text)
+
+    def progress(self, label: str, done: int, total: int | None, loss: float | None) -> None:
+        if self._world.rank == 0:
+            self._reporter.progress(label, done, total, loss)
+
+    def row(self, header: Sequence[str], cells: Sequence[str]) -> None:
+        if self._world.rank == 0:
+            self._reporter.row(header, cells)
+
+    def close(self) -> None:
+        if self._world.rank == 0:
+            self._reporter.close()
+
+
+def reporter_of(world: World, make: Callable[[], Reporter]) -> Reporter:
+    """What `make` gives, on rank 0; nothing is said on the others."""
+    if began_with() is not None:
+        return FirstRankReporter(world, make())
+    return make() if world.rank == 0 else Reporter()
 
 
 class ForwardingReporter(Reporter):

@@ -62,9 +62,10 @@ class Reports(BaseLoop):
         """The means of the steps since this was asked for the last time."""
         measure = self.measure
         assert measure is not None
-        values = self._means_of(measure) if self._stepped else {}
-        measure.start(measure.where)
-        self.logged.start()
+        values: dict[str, float] = {}
+        if self._stepped:
+            values = self.unit(lambda: self._means_of(measure))
+        self.start_measure(measure)
         return values
 
     def report_step(self, number: int, values: Values) -> None:
@@ -75,7 +76,8 @@ class Reports(BaseLoop):
 
     def measured(self, name: str) -> dict[str, float]:
         """The means of the steps of a loader in this epoch, over all ranks."""
-        return self._means_of(self.measures[name])
+        means: dict[str, float] = self.unit(lambda: self._means_of(self.measures[name]))
+        return means
 
     def _means_of(self, measure: LossMean) -> dict[str, float]:
         values = measure.result() | self.exchange.epoch_values()

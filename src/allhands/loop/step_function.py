@@ -147,7 +147,7 @@ class _OwnRule(LossRule):
     def __init__(self, function: StepFunction) -> None:
         self.function = function
         super().__init__(lambda result, _: loss_in(result, function.where))
-        self.check = _Parts(function)
+        self.look_with(lambda: _Parts(function))
 
 
 class _Parts(MeanCheck):

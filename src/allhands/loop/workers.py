@@ -17,7 +17,13 @@ from allhands.errors import UserError, WorldError
 from allhands.launch import spawn, worker
 from allhands.launch.processes import cores
 from allhands.launch.rendezvous import Rendezvous, gather
-from allhands.loop.reporter import ConsoleReporter, ForwardingReporter, Reporter, replay
+from allhands.loop.reporter import (
+    ConsoleReporter,
+    ForwardingReporter,
+    Reporter,
+    replay,
+    reporter_of,
+)
 from allhands.strategies import DDP, Single, Strategy, strategy_named
 from allhands.world import Layout, World, current_world, detect, finalize, init, slurm
 
@@ -258,7 +264,7 @@ def world_around() -> int:
 
 
 def _run_here(job: Job, runner: Any, given: Any, world: World, verbose: bool) -> Any:
-    reporter = ConsoleReporter(verbose) if world.rank == 0 else Reporter()
+    reporter = reporter_of(world, lambda: ConsoleReporter(verbose))
     return _guarded(job, runner, given, world, reporter, False)
 
 
@@ -267,7 +273,7 @@ def _in_worker(
 ) -> Any:
     world = init(device=device)
     strategy.check(world)
-    reporter = ForwardingReporter(shows_bar) if world.rank == 0 else Reporter()
+    reporter = reporter_of(world, lambda: ForwardingReporter(shows_bar))
     result = _guarded(job, runner, given, world, reporter, True)
     # Not after an error: taking nccl down can wait for the others, and the error is to be told at
     # once.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -94,7 +93,7 @@ class OwnTraining(Training):
 
     def _means(self, feed: Feed) -> dict[str, float]:
         loop = self.loop
-        if self._given and not loop.measures[feed.name].batches:
+        if self._given and loop.elastic is None and not loop.measures[feed.name].batches:
             raise UserError(
                 f"{self._name}.train_step took no step; call loop.step(loss_of, batch) in it"
             )
@@ -128,8 +127,8 @@ class OwnTraining(Training):
 class OwnRunnerCheckpoints(RunnerCheckpoints, OwnCheckpoints):
     """The history, the best value, the callbacks, and models that no optimizer trains."""
 
-    def load(self, path: Path, state: dict[str, Any]) -> None:
-        super().load(path, state)
+    def load_rest(self, state: dict[str, Any]) -> None:
+        super().load_rest(state)
         self.loop.history = self.training.history
 
 

@@ -38,13 +38,17 @@ class RunnerCheckpoints(LoopCheckpoints):
         return states if parts is None else in_parts(states, parts, self.loop.world)
 
     def load(self, path: Path, state: dict[str, Any]) -> None:
-        training, callbacks = self.training, self.training.settings.callbacks
+        callbacks = self.training.settings.callbacks
         if "rounds" not in state and len(state["callbacks"]) != len(callbacks):
             raise UserError(
                 f"resume: the checkpoint was written with {len(state['callbacks'])} callback(s) "
                 f"and this run has {len(callbacks)}; pass the same callbacks in the same order"
             )
         super().load(path, state)
+
+    def load_rest(self, state: dict[str, Any]) -> None:
+        super().load_rest(state)
+        training, callbacks = self.training, self.training.settings.callbacks
         states, parts = state["callbacks"], self.loop.placement.held_parts()
         if parts is not None:
             states = of_this_rank(states, parts, training.model)

@@ -63,6 +63,8 @@ class SupervisedTraining(Training):
         self._objectives = {
             name: self._objective(loop, feed, runner) for name, feed in loop.feeds.items()
         }
+        loop.measures = self.metrics
+        loop.rules = lambda: [one.rule for one in self._objectives.values()]
         loop.losses = [self._objectives[feed.name].rule.call for feed in loop.trained]
         return loop
 
@@ -70,7 +72,7 @@ class SupervisedTraining(Training):
         rule = loss_rule(self.settings.criterion, feed, runner, loop.slices)
         rule.note = self.reporter.line
         if feed not in loop.trained:
-            rule.check = None  # the criterion is looked at in training
+            rule.leave_unchecked()  # the criterion is looked at in training
         metrics = self.metrics[feed.name]
         return Objective(self.forward, rule, self.forward.target_of, lambda: metrics.observe)
 

@@ -9,6 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -192,11 +193,8 @@ class Training(ABC):
         """
         loop, settings = self.loop, self.settings
         with running(self), loop, self._guard():
-            self._loggers = loggers = Loggers(
-                settings.logdir if self.world.rank == 0 else None,
-                len(self.history["epoch"]),
-                self.step or None,
-            )
+            loop.regrouped = self._open_loggers
+            self._open_loggers()
             self._row_began = time.perf_counter()
             try:
                 self._hooks("on_train_start")
@@ -208,12 +206,17 @@ class Training(ABC):
                 if not loop.signal:
                     self._hooks("on_train_end")
             finally:
-                loggers.close()
+                self._loggers.close()
             self._say_where()
             loop.finish()
             if settings.load_best_on_end and not loop.signal:
                 self._load_best()
         return self.history
+
+    def _open_loggers(self) -> None:
+        if self.world.rank == 0 and not self._loggers.active:
+            rows, step = len(self.history["epoch"]), self.step or None
+            self._loggers = Loggers(self.settings.logdir, rows, step)
 
     def _guard(self) -> AbstractContextManager[None]:
         """A context in which the epochs run."""
@@ -227,7 +230,8 @@ class Training(ABC):
             for feed in loop.trained:
                 if feed.name not in position.done:
                     self._train(feed, position)
-                    position.finish(feed.name, self._means(feed) if self._row_is_due else {})
+                    means = loop.unit(partial(self._means, feed)) if self._row_is_due else {}
+                    position.finish(feed.name, means)
             loop.end_steps()
         values: Values = dict(position.done)
         if settings.evaluate_every is not None and not any(values.values()):
@@ -254,10 +258,9 @@ class Training(ABC):
         assert loop.position is not None
         (feed,) = loop.trained
         evaluated = self._evaluate()
-        values = {feed.name: self._means(feed), **evaluated}
+        values = {feed.name: loop.unit(partial(self._means, feed)), **evaluated}
         loop.position.evaluating_between = False
-        self.metrics[feed.name].start(self.metrics[feed.name].where)
-        loop.logged.start()
+        loop.start_measure(self.metrics[feed.name])
         rates, seconds = self._since_last_row()
         improved = self._keep(values, rates, seconds)
         if self.settings.logdir is not None:
@@ -310,10 +313,10 @@ class Training(ABC):
     def _train(self, feed: Feed, position: Position) -> None:
         """Train on a loader for an epoch."""
         loop, reporter, metrics = self.loop, self.reporter, self.metrics[feed.name]
-        loggers, log_every = self._loggers, self.settings.log_every
+        log_every = self.settings.log_every
         take, total = self._take_with(feed), loop.steps_of_epoch(feed)
         label = self._label(feed)
-        pace, next_log = Pace(), loop.global_step + log_every
+        pace, next_log = Pace(), (loop.global_step // log_every + 1) * log_every
         first = loop.global_step - position.steps
         for batch in loop.train(feed, metrics):
             take(batch)
@@ -325,13 +328,13 @@ class Training(ABC):
                 reporter.progress(label, done, total, metrics.running_loss())
             if loop.global_step >= next_log:
                 next_log = loop.global_step + log_every
-                metrics.check_finite()
+                loop.check_finite()
                 # On a pipeline's last stage alone, and rank 0 is the first.
                 if loop.exchange.passes is not None:
                     metrics.share_loss()
-                if loggers.active:
+                if self._loggers.active:
                     rates = learning_rates(self.loop.optimizer)
-                    loggers.step(loop.global_step, metrics.running_loss(), rates)
+                    self._loggers.step(loop.global_step, metrics.running_loss(), rates)
 
     def _evaluate(self) -> Values:
         """The metrics of the loaders that are not trained on."""
@@ -339,7 +342,9 @@ class Training(ABC):
         if not evaluated:
             return {}
         self._hooks("on_evaluate_start")
-        values = {feed.name: self._measure(feed) for feed in evaluated}
+        # Feeds are others where members of the world have changed.
+        measure = lambda name: self._measure(self.loop.feeds[name])  # noqa: E731
+        values = {feed.name: self.loop.unit(partial(measure, feed.name)) for feed in evaluated}
         self._hooks("on_evaluate_end")
         return values
 

@@ -101,12 +101,30 @@ class LossRule:
         self.mean_call: Criterion = criterion
         self.over_batch = isinstance(criterion, OverBatch)
         self.pairs: bool | None = None
+        self._at_first: tuple[bool | None, Callable[[], MeanCheck]] | None = None
         if isinstance(criterion, Counted):
             self.pairs = criterion.pairs
         elif self.sums or self.counts_targets or _of_torch(function):
             self.pairs = False
-        self.check = MeanCheck(criterion) if self.pairs is None else None
+        self.check: MeanCheck | None = None
+        if self.pairs is None:
+            self.look_with(lambda: MeanCheck(criterion))
         self.note: Callable[[str], None] = lambda line: None
+
+    def look_with(self, new_check: Callable[[], MeanCheck]) -> None:
+        """Look at the first calls of the criterion."""
+        self._at_first = self.pairs, new_check
+        self.check = new_check()
+
+    def leave_unchecked(self) -> None:
+        """Find out nothing from calls of the criterion."""
+        self.check = self._at_first = None
+
+    def forget(self) -> None:
+        """Find out again what calls of the criterion tell, as a rank that begins now does."""
+        if self._at_first is not None:
+            self.pairs, new_check = self._at_first
+            self.check = new_check()
 
     def settle(self, seen: bool | None, divided: bool, world: World) -> None:
         """After a step or an evaluation: find out together whether the criterion gives pairs, and

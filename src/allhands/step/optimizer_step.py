@@ -95,6 +95,8 @@ class OptimizerStep:
         #: Called once on all ranks, before the first update: whether this rank had a sample, and
         #: its first loss.
         self.before_first_update: Callable[[bool, float | None], None] | None = None
+        #: Called before each update, on all ranks, where gradients are exchanged before it.
+        self.before_update: Callable[[], None] | None = None
         self._first_value: torch.Tensor | None = None
         self._failed: NonFiniteLossError | None = None
         self._weights: dict[float, torch.Tensor] = {}
@@ -163,6 +165,8 @@ class OptimizerStep:
             self._look_once(counts)
         if self.open:
             self._divide(total)
+        if self.before_update is not None:
+            self.before_update()
         self._update()
 
     def _look_once(self, counts: Sequence[int]) -> None:

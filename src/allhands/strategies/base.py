@@ -101,6 +101,11 @@ class Strategy(ABC):
         norm."""
         return self.exact
 
+    def regroups(self) -> bool:
+        """Whether a training can go on where members of its world change, bound to model and
+        optimizer anew."""
+        return False
+
     def check_size(self, workers: int) -> None:
         """Raise `UserError` when it cannot run with so many workers, before any is started."""
 

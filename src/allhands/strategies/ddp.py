@@ -101,6 +101,9 @@ class DDP(Strategy):
         if self.compress is not None and workers > 1:
             check_compressible(self.compress, settings.model, settings.precision)
 
+    def regroups(self) -> bool:
+        return not (self.parted or self.sync_batchnorm or self.compress is not None)
+
     def capture_refused(self, model: nn.Module, world: World) -> str | None:
         if world.world_size == 1:
             return None

@@ -21,6 +21,9 @@ class Single(Strategy):
                 f"{world.world_size}; write distributed='ddp', or start the script once"
             )
 
+    def regroups(self) -> bool:
+        return True
+
     def capture_refused(self, model: nn.Module, world: World) -> str | None:
         return None
 

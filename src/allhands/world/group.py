@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ from allhands.world.request import (
     seconds_of,
     who_and_where,
 )
-from allhands.world.stores import open_store
+from allhands.world.stores import OpenStore, open_store
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _FINALIZE_S = 10.0
+# Seconds in which processes that have met just now are to connect.
+_CONNECT_S = 30.0
+# The variable of a process that takes part later.
+JOINS = "ALLHANDS_ELASTIC_JOINS"
 # What starts processes and does not notice that one of them hangs, is stopped, or lost its network.
 _WATCHED = ("slurm", "openmpi", "mpich")
 
@@ -79,10 +84,20 @@ class _State:
     set_ifname: bool = False
     store: Any = None  # rank 0's listener lives as long as this object
     failure_detector: failure_detector.FailureDetector | None = None
+    # Of a world whose members may change.
+    layout: Layout | None = None
+    member: Member | None = None
+    place: str = ""
+    timeout: float = 0.0
 
 
 _state: _State | None = None
 _lock = threading.RLock()
+
+
+def state() -> _State | None:
+    """What this process knows of its world, for what changes its members."""
+    return _state
 
 
 def current_world() -> World | None:
@@ -173,7 +188,7 @@ def finalize() -> None:
         import torch.distributed as dist
 
         if state.made_group and dist.is_initialized():
-            _destroy_group(state.world.backend)
+            destroy_group(state.world.backend)
 
 
 def _leave_at_exit() -> None:
@@ -214,8 +229,11 @@ def _start(request: InitRequest, environ: Environ) -> _State:
         gpu=only_gpu_name(gpus),
         address=opened.own_address,
     )
+    if environ.get(JOINS) == "1":
+        opened.everyone_came()
+        return _outside(request, layout, opened, member, timeout)
     try:
-        members = _meet(opened.store, member, opened.place, deadline)
+        members = meet_all(opened.store, member, opened.place, deadline)
     finally:
         opened.everyone_came()
     local_rank, local_size, node_rank = place_of(members, layout.rank)
@@ -225,7 +243,7 @@ def _start(request: InitRequest, environ: Environ) -> _State:
     detector = None
     if silence is not None and layout.world_size > 1:
         detector = _detect_failures(opened.store, layout, opened.place, silence, one_host)
-    _make_group(opened.store, backend, chosen, layout, timeout)
+    make_group(opened.store, backend, chosen, layout, timeout)
     if layout.environment in {"openmpi", "mpich"}:
         mpilib.end_job_on_error(layout.rank, member.name, environ)
     world = World(
@@ -245,6 +263,38 @@ def _start(request: InitRequest, environ: Environ) -> _State:
         set_ifname=set_ifname,
         store=opened.store,
         failure_detector=detector,
+        layout=layout,
+        member=member,
+        place=opened.place,
+        timeout=timeout,
+    )
+
+
+def _outside(
+    request: InitRequest, layout: Layout, opened: OpenStore, member: Member, timeout: float
+) -> _State:
+    """The world of a process that takes part later: `regroup` makes its group, and gives it its
+    rank."""
+    local_rank = layout.local_rank or 0
+    world = World(
+        layout.rank,
+        local_rank,
+        layout.node_rank or 0,
+        layout.world_size,
+        layout.local_world_size or 1,
+        pick_device(member.device, local_rank, member.gpus),
+        member.backend,
+        layout.environment,
+    )
+    return _State(
+        world,
+        request,
+        made_group=False,
+        store=opened.store,
+        layout=layout,
+        member=member,
+        place=opened.place,
+        timeout=timeout,
     )
 
 
@@ -261,13 +311,19 @@ def _detect_failures(
     )
 
 
-def _meet(store: Any, member: Member, place: str, deadline: float) -> list[Member]:
+def meet_all(
+    store: Any,
+    member: Member,
+    place: str,
+    deadline: float,
+    superseded: Callable[[], bool] = lambda: False,
+) -> list[Member]:
     from torch.distributed import PrefixStore
 
-    return meet(PrefixStore("allhands", store), member, place, deadline)
+    return meet(PrefixStore("allhands", store), member, place, deadline, superseded)
 
 
-def _make_group(
+def make_group(
     store: Any, backend: str, device: torch.device, layout: Layout, timeout: float
 ) -> None:
     import torch.distributed as dist
@@ -380,7 +436,7 @@ def _check_same(request: InitRequest, state: _State) -> None:
             )
 
 
-def _destroy_group(backend: str) -> None:
+def destroy_group(backend: str) -> None:
     import torch.distributed as dist
 
     if backend != "nccl":

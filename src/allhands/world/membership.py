@@ -14,6 +14,7 @@ import platform
 import socket
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,8 +56,23 @@ def host_id() -> str:
     return f"{platform.node()}/{boot}"
 
 
-def meet(store: Store, member: Member, place: str, deadline: float) -> list[Member]:
-    """All members in rank order. Collective; `deadline` is on the monotonic clock.
+class SupersededError(WorldError):
+    """The world that was to be made is not to be made any more."""
+
+
+def _never() -> bool:
+    return False
+
+
+def meet(
+    store: Store,
+    member: Member,
+    place: str,
+    deadline: float,
+    superseded: Callable[[], bool] = _never,
+) -> list[Member]:
+    """All members in rank order. Collective; `deadline` is on the monotonic clock. It is given up
+    with `SupersededError` once `superseded` says so.
 
     Raises, on every rank that reached the store, `WorldError` when ranks are missing, came twice,
     or contradict one another, and `UserError` when a host has more workers than GPUs.
@@ -74,10 +90,10 @@ def meet(store: Store, member: Member, place: str, deadline: float) -> list[Memb
         raise WorldError(trouble)
     store.set(f"member/{member.rank}", json.dumps(asdict(member)))
     if member.rank == 0:
-        verdict = _collect(store, member, place, deadline)
+        verdict = _collect(store, member, place, deadline, superseded)
         store.set("verdict", json.dumps(verdict))
     else:
-        verdict = _await_verdict(store, member, place, deadline)
+        verdict = _await_verdict(store, member, place, deadline, superseded)
     if "error" not in verdict:
         return [Member(**entry) for entry in verdict["members"]]
     store.add("read", 1)
@@ -86,7 +102,9 @@ def meet(store: Store, member: Member, place: str, deadline: float) -> list[Memb
     raise (UserError if verdict["user"] else WorldError)(verdict["error"])
 
 
-def _collect(store: Store, own: Member, place: str, deadline: float) -> dict[str, Any]:
+def _collect(
+    store: Store, own: Member, place: str, deadline: float, superseded: Callable[[], bool]
+) -> dict[str, Any]:
     """Rank 0's verdict: `{"members": …}`, or `{"error": …, "user": whether the user can mend it,
     "came": how many}`."""
     started = time.monotonic()
@@ -103,6 +121,7 @@ def _collect(store: Store, own: Member, place: str, deadline: float) -> dict[str
         error = store.get("trouble").decode() if twice else _contradiction(came)
         if error is not None or len(members) == own.world_size or time.monotonic() > deadline:
             break
+        _check_wanted(superseded)
         time.sleep(pause)
         pause = min(pause * 1.5, _LONGEST_PAUSE_S)
     missing = [rank for rank in range(own.world_size) if rank not in members]
@@ -147,13 +166,21 @@ def _why_backend(what: str, first: Member, member: Member) -> str:
     return f" ({seen}; device='cpu' uses none.)"
 
 
-def _await_verdict(store: Store, member: Member, place: str, deadline: float) -> dict[str, Any]:
+def _check_wanted(superseded: Callable[[], bool]) -> None:
+    if superseded():
+        raise SupersededError("the members of the world have changed again")
+
+
+def _await_verdict(
+    store: Store, member: Member, place: str, deadline: float, superseded: Callable[[], bool]
+) -> dict[str, Any]:
     started, pause, known = time.monotonic(), 0.002, ""
     try:
         while time.monotonic() < deadline + _GRACE_S:
             if store.check(["verdict"]):
                 verdict: dict[str, Any] = json.loads(store.get("verdict"))
                 return verdict
+            _check_wanted(superseded)
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE_S)
         came = [rank for rank in range(member.world_size) if store.check([f"member/{rank}"])]

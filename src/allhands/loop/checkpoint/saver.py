@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import shutil
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from allhands.comm import broadcast_ints
+from allhands.compat import abort_group
 from allhands.errors import WorldError
 from allhands.loop.checkpoint import folder as folders
 from allhands.loop.checkpoint import tree
@@ -154,6 +156,16 @@ class Saver:
             if self.group is not None and longest is None:
                 dist.destroy_process_group(self.group)
             self.group = None
+
+    def abandon(self) -> None:
+        """Release the thread and the group, of which some rank is gone."""
+        if self.group is not None:
+            abort_group(self.group)
+        if self._pending is not None:
+            with contextlib.suppress(TimeoutError):
+                self._pending[1].exception(5.0)
+        self._thread.shutdown(wait=False)
+        self.group = self._pending = None
 
     def _write(self, staged: dict[str, Any], writer: Writer) -> None:
         from torch.distributed import checkpoint as dcp

@@ -1,0 +1,89 @@
+"""Who takes part in an elastic job. Only the launcher decides it, so that no two groups of workers
+can each go on without the other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from allhands.world.regroup import KEY
+
+
+class ElasticMembers:
+    """The workers that train together, by the ranks under which they were started.
+
+    A worker that is lost leaves at once. One that asks to join is taken in where one is missing,
+    and once the others have taken up the last change.
+
+    Args:
+        publish: writes a value under a key of the workers' store.
+    """
+
+    def __init__(self, publish: Callable[[str, str], None]) -> None:
+        self._publish = publish
+        self.epoch = self._taken = 0
+        self.ranks: list[int] = []
+        self._size = 0
+        self._waiting: list[int] = []
+        self._just_joined: list[int] = []  # in the last change, which nobody has taken up yet
+        self._lost: list[str] = []  # since the last change that was taken up
+
+    def begin(self, ranks: Sequence[int], spares: Sequence[int]) -> None:
+        """The workers start anew; `spares` are started too, and take part once one is missing."""
+        self.ranks = [rank for rank in ranks if rank not in spares]
+        self.epoch = self._taken = 0
+        self._size = len(self.ranks)
+        self._waiting, self._just_joined, self._lost = [], [], []
+
+    @property
+    def is_taken_up(self) -> bool:
+        """Whether the workers train as the last change says."""
+        return self._taken == self.epoch
+
+    def lose(self, rank: int, why: str) -> None:
+        """A worker's process is gone."""
+        if rank in self._waiting:
+            self._waiting.remove(rank)
+        if rank not in self.ranks:
+            return
+        self.ranks.remove(rank)
+        if rank in self._just_joined:
+            self._just_joined.remove(rank)
+        # A change is either a loss, which cannot wait, or an arrival, which waits for a step's end.
+        for other in self._just_joined:
+            self.ranks.remove(other)
+            self._waiting.append(other)
+        self._lost.append(why)
+        self._announce([])
+
+    def ask_to_join(self, rank: int) -> None:
+        """A worker that was started later, or is a spare, could take part."""
+        self._waiting.append(rank)
+        self._take_in()
+
+    def take_up(self, epoch: int) -> None:
+        """A worker trains as the change of this number says."""
+        if epoch > self._taken:
+            self._taken = epoch
+            if self.is_taken_up:
+                self._lost, self._just_joined = [], []
+        self._take_in()
+
+    def _take_in(self) -> None:
+        missing = self._size - len(self.ranks)
+        if self._waiting and missing > 0 and self.is_taken_up and self.ranks:
+            joined, self._waiting = self._waiting[:missing], self._waiting[missing:]
+            self.ranks += joined
+            self._announce(joined)
+
+    def _announce(self, joined: list[int]) -> None:
+        self.epoch += 1
+        self._just_joined = joined
+        change: dict[str, Any] = {
+            "epoch": self.epoch,
+            "members": self.ranks,
+            "lost": self._lost,
+            "joined": joined,
+        }
+        self._publish(f"{KEY}/{self.epoch}", json.dumps(change))

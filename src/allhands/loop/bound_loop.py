@@ -1,0 +1,177 @@
+"""A loop's binding to the world: its share of the data, and its strategy bound to models and
+optimizers; anew where members of the world change."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+from allhands.data import CountedRows, Feed, build_feeds
+from allhands.errors import UserError, WorldError
+from allhands.loop.elastic import Elastic, regrouping_of
+from allhands.loop.grouped import GroupedLoop
+from allhands.loop.loop_checkpoints import LoopCheckpoints
+from allhands.loop.optimizer_group import OptimizerGroup
+from allhands.loop.position import Position
+from allhands.loop.reading import Reading
+from allhands.loop.reporter import Reporter
+from allhands.loop.settings import LoopSettings, check_sync_batch_norm
+from allhands.loop.task import Task
+from allhands.step import LossRule, OptimizerStep, Precision
+from allhands.world import World
+
+
+class BoundLoop(GroupedLoop, ABC):
+    """The part of a loop that is bound to the world.
+
+    Attributes:
+        task: what is known of the steps.
+        elastic: goes on when members of the world change; None where they do not.
+        measures: what takes in the losses of each loader that is trained on, by name, and "" of
+            steps without one.
+        rules: gives what finds out how each loss counts.
+        regrouped: called after members of the world have changed.
+    """
+
+    #: Every rank has a micro-batch in every step, see `allhands.data.feed`.
+    level = False
+    checkpoints: LoopCheckpoints
+    counts: bool
+    slices: Any
+    task: Task
+    # The steps that are left of a loader that is trained on.
+    _reading: Reading | None = None
+    # The loader, samples and rows of a batch that no step was taken with.
+    _open: tuple[Feed, int, CountedRows | None] | None = None
+
+    def begin_binding(
+        self, settings: LoopSettings, world: World, reporter: Reporter, task: Task
+    ) -> None:
+        """Bind it for the first time; the arguments are those of `BaseLoop`."""
+        self.settings, self.world, self.reporter, self.task = settings, world, reporter, task
+        self._steps: dict[tuple[int, str], OptimizerStep] = {}
+        regrouping = regrouping_of(world)
+        self.elastic = None if regrouping is None else Elastic(self, regrouping)
+        self.measures: dict[str, Any] = {}
+        self.rules: Callable[[], Iterable[LossRule]] = tuple
+        self.regrouped: Callable[[], None] = lambda: None
+        settings.strategy.check(world)
+        check_sync_batch_norm(settings.model, world)
+        self.groups: dict[str, OptimizerGroup] = {}
+        self.bind()
+
+    @abstractmethod
+    def batches_left(self, feed: Feed, position: Position) -> Iterator[Any]:
+        """The batches for this rank of the steps of the epoch that are left."""
+
+    def parts(self, settings: LoopSettings) -> dict[str, LoopSettings]:
+        """The settings of each optimizer group, by name."""
+        return {"model": settings}
+
+    def bind(self) -> None:
+        """Give this rank its share of the data, and bind the strategy to models and optimizers, in
+        the world as it is now; all ranks call it together."""
+        settings, world = self.settings, self.world
+        strategy, elastic = settings.strategy, self.elastic
+        self.feeds = build_feeds(
+            settings.data.sources(settings.seed),
+            world,
+            settings.seed,
+            settings.accumulate,
+            settings.data.same_everywhere,
+            strategy.place(world),
+            strategy.level or self.level,
+            None if elastic is None else strategy.shares(elastic.began_with),
+        )
+        self.trained = [feed for name, feed in self.feeds.items() if name.startswith("train")]
+        if not self.groups:
+            self.groups = {
+                name: OptimizerGroup(part, world, self.task, self._try_on, self.reporter.line)
+                for name, part in self.parts(settings).items()
+            }
+        else:
+            for group in self.groups.values():
+                group.bind()
+        placement = next(iter(self.groups.values())).placement
+        self.counts, self.slices, self.stream = placement.counts, placement.slices, placement.stream
+        together = None if strategy.alone else world
+        self._rows = {
+            feed.name: CountedRows(feed, self.task.rows_of, together, self.counts)
+            for feed in self.trained
+            if feed.own_collate
+        }
+        self._steps.clear()
+
+    def unit(self, do: Callable[[], Any]) -> Any:
+        """Do what all ranks do together, again where members of the world change meanwhile; its
+        result, plain data that is the same on all ranks."""
+        return do() if self.elastic is None else self.elastic.run(do)
+
+    def _try_on(self, module: nn.Module, pieces: int) -> None:
+        """Call a module on a micro-batch of the training data, of which `pieces` make a batch."""
+        if self.task.call is None:
+            raise UserError(
+                f"strategy '{self.settings.strategy.in_words()}' calls the model before the first "
+                "step, which it cannot do where a step function of yours does; use "
+                "SupervisedRunner, or a strategy or option that does not (DDP(bucket_cap_mb=25))"
+            )
+        feed = self.trained[0]
+        batch = feed.example(max(2, -(-(feed.batch_size or 32) // pieces)))  # BatchNorm needs two
+        with Precision(self.settings.precision, self.world.device).autocast():
+            self.task.call(module, batch)
+
+    # ------------------------------------------------------------------ other members
+
+    def _close_feeds(self) -> None:
+        if self.passes is not None:
+            self.passes.close()
+        for feed in self.feeds.values():
+            feed.close()
+
+    def leave(self) -> None:
+        """Let go of what belongs to the group, in which some rank may be gone."""
+        for group in self.groups.values():
+            group.close()
+            group.exchange.finish()
+        self._close_feeds()
+        self.checkpoints.abandon()
+
+    def renew_steps(self) -> None:
+        """Read this rank's share from here on, in the world as it is now."""
+        if self._reading is not None:
+            self._reading.renew()
+
+    def same_batch(self) -> Any:
+        """This rank's share now of the global batch of the current iteration, as `step` takes it.
+
+        Raises:
+            WorldError: its samples are the user's own.
+        """
+        if self._reading is None:
+            raise WorldError(
+                "a worker was lost, and the batch is one of your own, of which nobody else has its "
+                "rows; give the loop loaders=…, or write --max-restarts"
+            )
+        return self._reading.same()
+
+    def look_again(self) -> None:
+        """Look at the next steps as a rank does that begins with them."""
+        for rule in self.rules():
+            rule.forget()
+
+    def step_was_taken(self) -> None:
+        self._open = None
+
+    def signature(self) -> str:
+        """The form of what is trained, in few words."""
+        forms = [
+            [name, key, list(parameter.shape)]
+            for name, group in self.groups.items()
+            for key, parameter in group.model.named_parameters()
+        ]
+        return f"of {len(forms)} parameters ({zlib.crc32(json.dumps(forms).encode()):08x})"

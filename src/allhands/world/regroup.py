@@ -1,0 +1,213 @@
+"""Worlds whose members change while a training goes on.
+
+Only the launcher of an elastic job knows which processes are gone, and it alone says who trains
+together: it numbers the memberships, and writes each into the store that all processes reach.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+from allhands.compat import abort_group, set_group_timeout
+from allhands.errors import WorldError
+from allhands.world import group, interface
+from allhands.world.group import JOINS, World
+from allhands.world.layout import Layout
+from allhands.world.membership import SupersededError
+
+# The variable of the workers of an elastic job: with how many workers it begins.
+ELASTIC = "ALLHANDS_ELASTIC"
+# Of the store's keys: those of the memberships, numbered from 1, and the signal that ends the job.
+KEY = "elastic/membership"
+STOP_KEY = "elastic/stop"
+# Seconds in which processes that have met just now are to connect.
+_CONNECT_S = 30.0
+_LOOK_EVERY = 0.05
+
+
+@dataclass(frozen=True)
+class Membership:
+    """Who trains together.
+
+    Attributes:
+        epoch: its number; the workers that were started form number 0.
+        members: the processes in the order of their ranks, each by the rank under which it was
+            started.
+        lost: who has left since the last one that was taken up, and why.
+        joined: those of the members that were not in the last one.
+    """
+
+    epoch: int
+    members: tuple[int, ...]
+    lost: tuple[str, ...] = ()
+    joined: tuple[int, ...] = ()
+
+
+class Regrouping:
+    """The memberships of this process's world.
+
+    Attributes:
+        epoch: of the membership in which this process is, or was last.
+    """
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self._own = int(os.environ["RANK"])
+        #: Not taken in yet; taken in, and without the state of the others.
+        self.outside, self.joined = os.environ.get(JOINS) == "1", False
+        self._store = _shared_store()
+        self._watch: threading.Thread | None = None
+        self._watched = threading.Event()
+
+    def changed(self) -> bool:
+        """Whether there is a newer membership."""
+        return bool(self._store.check([f"{KEY}/{self.epoch + 1}"]))
+
+    def job_ends(self) -> bool:
+        """Whether a signal was sent to all workers, and not to this one alone."""
+        return bool(self._store.check([STOP_KEY]))
+
+    def _read(self, epoch: int) -> Membership:
+        told = json.loads(self._store.get(f"{KEY}/{epoch}"))
+        return Membership(epoch, tuple(told["members"]), tuple(told["lost"]), tuple(told["joined"]))
+
+    def newest(self, longest: float) -> Membership | None:
+        """The newest membership after this process's own, which is waited for.
+
+        Args:
+            longest: seconds; None is given back after them.
+
+        Raises:
+            WorldError: this process is not among its members any more.
+        """
+        deadline = time.monotonic() + longest
+        while True:
+            epoch = self.epoch
+            while self._store.check([f"{KEY}/{epoch + 1}"]):
+                epoch += 1
+            if epoch > self.epoch:
+                membership = self._read(epoch)
+                if self._own in membership.members:
+                    return membership
+                if not self.outside:
+                    raise WorldError(
+                        f"this process, started as rank {self._own}, was taken for lost, and the "
+                        f"others train without it since membership {epoch}"
+                    )
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(_LOOK_EVERY)
+
+    def enter(self, membership: Membership) -> World:
+        """Leave the group without the help of the others, and make that of a membership.
+
+        The `World` that `init` has returned is changed, so that whoever holds it knows.
+
+        Raises:
+            WorldError: the members did not meet; `SupersededError` where they have changed again.
+        """
+        self.epoch = membership.epoch
+        rank = membership.members.index(self._own)
+        world = _regroup(membership.epoch, rank, len(membership.members), self.changed)
+        self.outside = False
+        self._begin_watch()
+        return world
+
+    def _begin_watch(self) -> None:
+        """Let what waits in the group fail once a member is lost: not every process has a
+        connection to one that is gone."""
+        self.end_watch()
+        self._watched = threading.Event()
+        self._watch = threading.Thread(
+            target=self._look_for_losses,
+            args=(self.epoch, self._watched, self._store.clone()),
+            name="allhands-membership",
+            daemon=True,
+        )
+        self._watch.start()
+
+    def watch(self) -> None:
+        """Watch the group that `init` has made."""
+        self._begin_watch()
+
+    def end_watch(self) -> None:
+        """The group is left, or the training has ended."""
+        self._watched.set()
+
+    def _look_for_losses(self, epoch: int, stopped: threading.Event, store: Any) -> None:
+        try:
+            while not stopped.wait(_LOOK_EVERY):
+                if not store.check([f"{KEY}/{epoch + 1}"]):
+                    continue
+                if json.loads(store.get(f"{KEY}/{epoch + 1}"))["lost"]:
+                    if not stopped.is_set():
+                        abort_group()
+                    return
+                if store.check([f"{KEY}/{epoch + 2}"]):
+                    abort_group()
+                    return
+        except (RuntimeError, ValueError):  # the store is gone, and the launcher with it
+            return
+
+
+def began_with() -> int | None:
+    """With how many workers the elastic job began that this process is a worker of; None where it
+    is of no elastic job."""
+    return int(os.environ.get(ELASTIC) or 0) or None
+
+
+def _shared_store() -> Any:
+    state = group.state()
+    assert state is not None
+    store = state.store.clone()
+    store.set_timeout(timedelta(seconds=30))
+    return store
+
+
+def leave_group() -> None:
+    """Let go of the group, of which some process may be gone. What waits in it fails."""
+    import torch.distributed as dist
+
+    state = group.state()
+    if state is None or not state.made_group or not dist.is_initialized():
+        return
+    abort_group()
+    state.made_group = False
+    group.destroy_group(state.world.backend)
+
+
+def _regroup(epoch: int, rank: int, size: int, superseded: Callable[[], bool]) -> World:
+    state = group.state()
+    assert state is not None
+    assert state.member is not None
+    from torch.distributed import PrefixStore
+
+    leave_group()
+    store = PrefixStore(f"membership{epoch}", state.store)
+    member = replace(state.member, rank=rank, world_size=size)
+    deadline = time.monotonic() + state.timeout
+    members = group.meet_all(store, member, state.place, deadline, superseded)
+    interface.set_for_gloo(members, rank)
+    world = state.world
+    if superseded():
+        raise SupersededError("the members of the world have changed again")
+    group.make_group(store, world.backend, world.device, Layout(rank, size), _CONNECT_S)
+    set_group_timeout(state.timeout)
+    state.made_group = True
+    hosts = list(dict.fromkeys(other.host for other in members))
+    told = {
+        "rank": rank,
+        "world_size": size,
+        "local_world_size": sum(other.host == member.host for other in members),
+        "node_rank": hosts.index(member.host),
+    }
+    for name, value in told.items():
+        object.__setattr__(world, name, value)  # it is frozen for everybody else
+    return world
