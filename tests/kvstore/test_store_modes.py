@@ -35,6 +35,8 @@ def test_names_in_any_case_and_a_typo() -> None:
         "dist_device_async": "async",
         "dist_ssp": "ssp",
     }
+    assert create("local_allreduce_cpu").type == create("local_update_cpu").type == "local"
+    assert create("local_allreduce_device").type == "device"
     text = error_of(lambda: mode_named("dist_asinc"))
     assert text.startswith(
         "there is no key-value store 'dist_asinc'; did you mean 'dist_async'? Known are: local, "

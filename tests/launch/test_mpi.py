@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +16,7 @@ from allhands.cli import main
 from allhands.errors import UserError
 from allhands.launch import Command
 from allhands.launch.hosts import HostSpec
-from allhands.launch.mpi import MpiLauncher, command_line, find_launcher
+from allhands.launch.mpi import RANK, MpiLauncher, command_line, find_launcher
 
 OPEN_MPI, MPICH = MpiLauncher("mpirun", "openmpi"), MpiLauncher("mpiexec", "mpich")
 SCRIPT = Command("script", "train.py", ("--lr", "0.1"))
@@ -50,6 +55,9 @@ def test_the_words(launcher: MpiLauncher, given: dict[str, Any], expected: str) 
     assert command_line(launcher, SCRIPT, **chosen) == [
         *expected.split(),
         "py",
+        "-m",
+        RANK,
+        "script",
         "train.py",
         "--lr",
         "0.1",
@@ -64,13 +72,17 @@ def test_modules_and_programs() -> None:
         "python": "py",
         "prefix": False,
     }
-    assert command_line(MPICH, Command("module", "pkg.mod", ("x",)), **given)[-4:] == [
+    assert command_line(MPICH, Command("module", "pkg.mod", ("x",)), **given)[-6:] == [
         "py",
         "-m",
+        RANK,
+        "module",
         "pkg.mod",
         "x",
     ]
     assert command_line(MPICH, Command("program", "prog", ("x",)), **given)[-2:] == ["prog", "x"]
+    python = Command("program", sys.executable, ("train.py", "x"))
+    assert command_line(MPICH, python, **given)[-3:] == ["script", "train.py", "x"]
 
 
 def test_what_cannot_be_said_in_these_words_is_refused(tmp_path: Path) -> None:
@@ -122,3 +134,49 @@ def test_the_ranks_of_a_job_share_a_secret_that_no_command_line_shows(
     assert len(first) == len(second) == 64
     assert first not in " ".join(one)
     assert "-x ALLHANDS_TOKEN" in " ".join(one)
+
+
+NOTES = """
+import sys
+import torch
+import torch.distributed as dist
+
+assert "allhands" not in vars()
+dist.init_process_group(backend="mpi")
+own = torch.tensor([float(dist.get_rank() + 1)])
+dist.all_reduce(own)
+print(f"sum {own.item()} {sys.argv[1:]} {__name__} {sys.path[0]}\\n", end="")
+if "fail" in sys.argv:
+    raise ValueError("mine")
+"""
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("module", [False, True])
+def test_a_script_without_an_import_of_allhands(module: bool, tmp_path: Path) -> None:
+    if importlib.util.find_spec("mpi4py") is None or shutil.which("mpirun") is None:
+        pytest.skip("no MPI here: pip install mpi4py mpich")
+    (tmp_path / "notes.py").write_text(NOTES)
+    program = str(Path(sys.executable).with_name("allhands"))
+    words = [program, "launch", "--launcher", "mpi", "-n", "2"]
+    words += ["-m", "notes"] if module else ["notes.py"]
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+    def run(*more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*words, *more],
+            cwd=tmp_path,
+            env={**os.environ, **root, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    done = run("--lr", "1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(f"sum 3.0 ['--lr', '1'] __main__ {tmp_path}") == 2
+    failed = run("fail")
+    assert failed.returncode != 0
+    assert "ValueError: mine" in failed.stderr
+    assert "mpi_rank.py" not in failed.stderr.partition("\n")[2]

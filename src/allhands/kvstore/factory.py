@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 def create(name: str = "local", **options: Any) -> KVStore:
     """Make a store; on every worker, with the same arguments.
 
-    * ``local``: one worker; sums and updates on the CPU.
-    * ``device``: one worker; sums and updates on its devices.
+    * ``local``: one worker; sums and updates on the CPU. So are ``local_update_cpu`` and
+      ``local_allreduce_cpu``.
+    * ``device``: one worker; sums and updates on its devices. So is ``local_allreduce_device``.
     * ``dist``, ``dist_sync``: all workers of the world; each step waits for the gradients of all.
     * ``dist_device_sync``, ``dist_sync_device``: the same; with servers, the workers of one host
       add their gradients up among themselves, and the first of them pushes the sum.

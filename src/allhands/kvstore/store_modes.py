@@ -39,6 +39,12 @@ _ALL = [
     Mode("dist_ssp", True, "ssp"),
 ]
 MODES = {mode.name: mode for mode in _ALL}
+#: Further names of MXNet's, and ours.
+_SAME = {
+    "local_update_cpu": "local",
+    "local_allreduce_cpu": "local",
+    "local_allreduce_device": "device",
+}
 
 
 def mode_named(name: str) -> Mode:
@@ -49,7 +55,7 @@ def mode_named(name: str) -> Mode:
     """
     if not isinstance(name, str):
         raise UserError(f"create({name!r}); write the name of a kind of store: {', '.join(MODES)}")
-    mode = MODES.get(name.lower())
+    mode = MODES.get(_SAME.get(name.lower(), name.lower()))
     if mode is None:
         raise UserError(
             f"there is no key-value store '{name}'{did_you_mean(name, MODES)} Known are: "

@@ -31,10 +31,13 @@ from allhands.launch.lines import LineCutter
 from allhands.launch.options import Options
 from allhands.launch.output import show
 from allhands.launch.plan import Command
+from allhands.launch.python import as_python
 from allhands.wire import TOKEN, new_token
 from allhands.world.failure_detector import TIMEOUT_VARIABLE
 from allhands.world.failure_monitor import LAST_WORDS
 
+# What runs a script or a module in a rank.
+RANK = "allhands.launch.mpi_rank"
 # Seconds for MPI's launcher to end after the ranks have.
 _GRACE = 8.0
 # Open MPI's mark before each line.
@@ -153,9 +156,13 @@ def command_line(
 
 
 def _ranks_command(command: Command, python: str) -> list[str]:
+    task: dict[str, Any] = {command.kind: command.target, "args": command.args}
     if command.kind == "program":
-        return [command.target, *command.args]
-    return [python, *(["-m"] if command.kind == "module" else []), command.target, *command.args]
+        task = as_python({"program": [command.target, *command.args]})
+        if "program" in task:
+            return list(task["program"])
+    kind = "script" if "script" in task else "module"
+    return [python, "-m", RANK, kind, task[kind], *task["args"]]
 
 
 def run_mpi(

@@ -45,8 +45,9 @@ def check_launched(layout: Layout | None, environ: Environ) -> None:
         return
     raise WorldError(
         f"backend='mpi', but {layout.environment} started the {layout.world_size} processes and "
-        "MPI knows nothing of it: to MPI each of them is alone. Start them with mpirun -n "
-        f"{layout.world_size} (or mpiexec) python …, or with srun --mpi=pmi2 (MPICH, Intel MPI) or "
+        "MPI knows nothing of it: to MPI each of them is alone. Start them with allhands launch "
+        f"--launcher mpi -n {layout.world_size}, with mpirun -n {layout.world_size} (or mpiexec) "
+        "python … after an import of allhands, or with srun --mpi=pmi2 (MPICH, Intel MPI) or "
         "srun --mpi=pmix (Open MPI), or write backend='gloo'"
     )
 
