@@ -562,7 +562,7 @@ def train(runner: Any, **given: Any) -> Any:
     [
         (dl.Runner, {}, r"Runner has no step; write def handle_batch\(self, batch\)"),
         (Forgets, {}, r"without optimizer.zero_grad\(\)"),
-        (Raw, {}, r"loss.backward\(\) was called outside of loop.step"),
+        (Raw, {}, r"loss.backward\(\) was called outside .*write self.engine.backward\(loss\)"),
         (Early, {}, r"optimizer.step\(\) before engine.backward\(loss\)"),
         (Misspelt, {}, "on_loader_begin"),
         (WrongArguments, {}, r"write def on_loader_end\(self, runner\)"),

@@ -153,9 +153,28 @@ def test_options_of_other_hosts_arrive(
     assert not {"HOME", "PATH", "CUDA_VISIBLE_DEVICES", "ALLHANDS_LAUNCH"} & variables.keys()
 
 
+def test_the_names_of_mxnets_launcher(
+    folder: Path, launched: list[Launched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARED", "7")
+    (folder / "hosts").write_text("d1\nd2\n")
+    words = (
+        "--num-workers 2 --num-servers 1 --hostfile hosts --env-worker LR:0.1 --env-worker A=b:c"
+    )
+    words += " --env-server OMP_NUM_THREADS:3 --env-server SHARED train.py"
+    main.run(["launch", *words.split()])
+    (job,) = launched
+    assert (job.options.workers, job.options.servers) == (2, 1)
+    assert [host.spec.name for host in job.hosts] == ["d1", "d2"]
+    assert job.options.env_worker == {"LR": "0.1", "A": "b:c"}
+    assert job.options.env_server == {"OMP_NUM_THREADS": "3", "SHARED": "7"}
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        ("-n 1 --env-server A=1 train.py", "env_server (--env-server A) is for parameter servers"),
+        ("-n 1 --env-worker 1X:2 train.py", "write --env-worker NAME or --env-worker NAME=VALUE"),
         ("--launcher ssh train.py", "needs the hosts"),
         (
             "-H d1 --launcher local train.py",

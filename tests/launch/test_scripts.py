@@ -249,3 +249,21 @@ def test_lines_of_two_ranks_are_never_torn(job: Any) -> None:
         log = (job.folder / f"logs/rank-{rank}.log").read_bytes().decode("utf-8", "surrogateescape")
         assert [line for line in log.split("\n")[:-1] if line != rank * 50] == expected
     assert sorted(err.splitlines()) == ["[0] " + "0" * 50] * 300 + ["[1] " + "1" * 50] * 300
+
+
+def test_variables_of_workers_and_servers_alone(job: Any) -> None:
+    job.fake_servers()
+    script = job.script(
+        "import os, time, torch\n"
+        "while not os.path.exists('servers'): time.sleep(0.05)\n"
+        "own = os.environ['ALLHANDS_ONE'], os.environ.get('ALLHANDS_TWO')\n"
+        "print(*own, torch.get_num_threads())\n"
+    )
+    words = "--no-prefix -n 1 --num-servers 1 --env-worker ALLHANDS_ONE=w"
+    words += (
+        " --env-worker OMP_NUM_THREADS:3 --env-server ALLHANDS_ONE=s --env-server ALLHANDS_TWO=t"
+    )
+    code, out, err = job.run(*words.split(), script)
+    assert (code, "w None 3" in out) == (0, True), err
+    (server,) = map(json.loads, (job.folder / "servers").read_text().splitlines())
+    assert (server["ALLHANDS_ONE"], server["ALLHANDS_TWO"]) == ("s", "t")

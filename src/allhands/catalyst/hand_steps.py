@@ -18,6 +18,8 @@ class HandSteps(OwnSteps):
     ``optimizer.zero_grad()``, as in one process: a gradient stays where a backward pass has left
     it, in whichever model, until its optimizer's ``zero_grad()``."""
 
+    instead_of_passes = "write self.engine.backward(loss), self.optimizer.step() and .zero_grad()"
+
     def __init__(self, *args: Any, **given: Any) -> None:
         # Steps that a backward pass came before, and optimizers whose gradients were used.
         self._open_steps: dict[str, StepByHand] = {}

@@ -55,6 +55,8 @@ def launch(
     sync_dst_dir: option.SyncDstDir = None,
     exclude: option.Exclude = None,
     env: option.Env = None,
+    env_worker: option.EnvWorker = None,
+    env_server: option.EnvServer = None,
     sbatch: option.Sbatch = None,
     wait: option.Wait = False,
     mpirun: option.Mpirun = None,
@@ -106,6 +108,8 @@ def launch(
         spares=spares,
         min_workers=min_workers,
         rejoin_timeout=rejoin_timeout,
+        env_worker=read_env(env_worker or [], "--env-worker"),
+        env_server=read_env(env_server or [], "--env-server"),
     )
     options.check()
     python = python or sys.executable
@@ -205,8 +209,12 @@ def _check_together(launcher: Launcher, given: Mapping[str, Any]) -> None:
             )
 
 
-def read_env(words: Sequence[str]) -> dict[str, str | None]:
-    """The variables that `--env` names.
+def read_env(words: Sequence[str], option: str = "--env") -> dict[str, str | None]:
+    """The variables that `--env`, or an option like it, names.
+
+    Args:
+        words: NAME, NAME=VALUE, or as MXNet's launcher has it NAME:VALUE.
+        option: as it was written.
 
     Raises:
         UserError: a name is none, or NAME alone is not set here.
@@ -214,14 +222,16 @@ def read_env(words: Sequence[str]) -> dict[str, str | None]:
     found: dict[str, str | None] = {}
     for word in words:
         name, sign, value = word.partition("=")
+        if not sign or ":" in name:
+            name, sign, value = word.partition(":")
         if not name.isidentifier():
             raise UserError(
-                f"--env {word}: {name!r} is no name of a variable; write --env NAME or --env "
-                "NAME=VALUE"
+                f"{option} {word}: {name!r} is no name of a variable; write {option} NAME or "
+                f"{option} NAME=VALUE"
             )
         if not sign and name not in os.environ:
             raise UserError(
-                f"--env {name}: it is not set here; write --env {name}=VALUE, or set it first"
+                f"{option} {name}: it is not set here; write {option} {name}=VALUE, or set it first"
             )
         found[name] = value if sign else os.environ[name]
     return found

@@ -40,6 +40,7 @@ Workers = Annotated[
     int | None,
     typer.Option(
         "--workers",
+        "--num-workers",
         "-n",
         help="How many workers in all. Default: one for each GPU, or for each core without GPUs.",
     ),
@@ -47,13 +48,19 @@ Workers = Annotated[
 Servers = Annotated[
     int,
     typer.Option(
-        "--servers", "-s", help="How many parameter servers beside them, one a host in turn."
+        "--servers",
+        "--num-servers",
+        "-s",
+        help="How many parameter servers beside them, one a host in turn.",
     ),
 ]
 Hosts = Annotated[
     str | None,
     typer.Option(
-        "--hosts", "-H", help="A file with one host a line, or a list: d1,d2. See docs/ssh.md."
+        "--hosts",
+        "--hostfile",
+        "-H",
+        help="A file with one host a line, or a list: d1,d2. See docs/ssh.md.",
     ),
 ]
 StartedBy = Annotated[
@@ -146,6 +153,14 @@ Env = Annotated[
         help="NAME or NAME=VALUE: a variable for all workers; NAME alone takes its value here. "
         "May be repeated."
     ),
+]
+EnvWorker = Annotated[
+    list[str] | None,
+    typer.Option(help="As --env, for workers alone; NAME:VALUE too. May be repeated."),
+]
+EnvServer = Annotated[
+    list[str] | None,
+    typer.Option(help="As --env, for parameter servers alone; NAME:VALUE too. May be repeated."),
 ]
 Sbatch = Annotated[
     str | None,

@@ -7,6 +7,7 @@ else is the same for all.
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
@@ -285,6 +286,8 @@ class Job:
             elastic=self.options.elastic,
             spares=self.options.spares,
         )
+        for task in itertools.chain(*tasks):
+            task["env"] |= self.options.env_server if task["rank"] < 0 else self.options.env_worker
         return self.supervisor.run(tasks)
 
     def _meet(self, nodes: Sequence[JobNode]) -> tuple[int, list[HostPart]]:

@@ -203,7 +203,8 @@ def run_mpi(
             "that; leave it out, or use --launcher ssh or slurm"
         )
     launcher = find_launcher(os.environ)
-    own = {name: value for name, value in variables.items() if value is not None}
+    given = {**variables, **options.env_worker}
+    own = {name: value for name, value in given.items() if value is not None}
     if options.threads is not None:
         own["OMP_NUM_THREADS"] = str(options.threads)
     if options.heartbeat_timeout != Options().heartbeat_timeout:

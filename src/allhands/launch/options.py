@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from allhands.checks import check_choice, check_whole
 from allhands.errors import UserError
@@ -44,6 +45,7 @@ class Options:
         min_workers: with so many workers left a restart goes on without hosts that do not come
             back; None waits for all.
         rejoin_timeout: seconds for a lost host to come back.
+        env_worker, env_server: variables of workers, or of servers, alone.
     """
 
     workers: int | None = None
@@ -63,6 +65,8 @@ class Options:
     spares: int = 0
     min_workers: int | None = None
     rejoin_timeout: float = REJOIN_TIMEOUT
+    env_worker: Mapping[str, str | None] = field(default_factory=dict)
+    env_server: Mapping[str, str | None] = field(default_factory=dict)
 
     def check(self) -> None:
         """Refuse what cannot be meant.
@@ -73,6 +77,11 @@ class Options:
         check_numbers(self.workers, self.grace, self.heartbeat_timeout, self.threads, self.servers)
         if self.max_restarts < 0:
             raise UserError(f"max_restarts={self.max_restarts!r}: it must be at least 0")
+        if self.env_server and not self.servers:
+            raise UserError(
+                f"env_server (--env-server {next(iter(self.env_server))}) is for parameter "
+                "servers, and servers=0; start some (-s 1), or write --env"
+            )
         self._check_recovery()
         if self.host_timeout < 3:
             raise UserError(

@@ -179,6 +179,9 @@ def enter(
     for fd in (out, err, *private):
         os.close(fd)
     os.environ.update(task["env"])
+    if "OMP_NUM_THREADS" in task["env"] and "torch" in sys.modules:
+        # It was imported with another number.
+        sys.modules["torch"].set_num_threads(int(task["env"]["OMP_NUM_THREADS"]))
     horovod_alias.set_variables(task.get("horovod", {}))
     for name, value in task.get("defaults", {}).items():
         os.environ.setdefault(name, value)

@@ -153,8 +153,7 @@ class _MisuseHook:
         if not self.misuse.within.depth:
             raise UserError(
                 f"{self.call} was called outside of loop.step, where gradients are those of one "
-                "rank's samples; write the loss as a function and call "
-                f"loop.step(loss_of, batch{self.part})"
+                f"rank's samples; {self.misuse.loop.instead_of_passes.format(self.part)}"
             )
 
 

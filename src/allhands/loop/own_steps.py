@@ -49,6 +49,8 @@ class OwnSteps(PassesByHand, Reports):
     #: The current batch of the loader.
     batch: Batch | None = None
     _is_loaders = False  # the batch of the step that is being taken
+    #: What to write in the place of a backward pass or an update that the loop does not see.
+    instead_of_passes = "write the loss as a function and call loop.step(loss_of, batch{})"
 
     def __init__(
         self,
