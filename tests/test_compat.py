@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from pathlib import Path
 
 import pytest
@@ -71,3 +72,20 @@ def test_the_default_store_is_that_of_the_group(tmp_path: Path) -> None:
         assert default_store().get("key") == b"value"
     finally:
         dist.destroy_process_group()
+
+
+def test_libraries_are_not_taken_apart_at_the_end() -> None:
+    library = torch.library.Library("allhands_of_a_test", "DEF")
+    other = weakref.finalize(library, print)
+    before = [one for one in weakref.finalize._registry if one.atexit]
+    try:
+        compat.keep_libraries()
+        kept = [one for one in before if not one.atexit]
+    finally:
+        for one in before:
+            one.atexit = True
+        other.detach()
+    owners = [one.peek()[0] for one in kept]
+    assert library in owners
+    assert other not in kept
+    assert all(isinstance(owner, torch.library.Library) for owner in owners)

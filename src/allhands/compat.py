@@ -4,6 +4,8 @@ PyTorch 2.11 and 2.13. Importing this module imports no torch."""
 from __future__ import annotations
 
 import importlib
+import sys
+import weakref
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -110,3 +112,16 @@ def set_group_timeout(seconds: float) -> None:
     from torch.distributed import distributed_c10d
 
     distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+
+
+def keep_libraries() -> None:
+    """Libraries of operators are not taken apart when this process ends.
+
+    PyTorch does that one operator after another, which takes as long as all else in the life of a
+    short worker. A process that leaves its interpreter up needs none of it.
+    """
+    take_apart = getattr(sys.modules.get("torch.library"), "_del_library", None)
+    for one in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        found = one.peek()
+        if found is not None and found[1] is take_apart:
+            one.atexit = False

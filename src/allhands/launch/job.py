@@ -28,7 +28,14 @@ from allhands.launch.supervisor import Supervisor
 from allhands.launch.worker_report import Worker, describe, describe_end_without, describe_stop
 
 LOOPBACK = "127.0.0.1"
-PRELOAD = ("torch", "torch.distributed", "numpy")
+# The last two are what torch.save and the address of a host need.
+PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "numpy",
+    "torch.utils.serialization.config",
+    "encodings.idna",
+)
 # What gloo, nccl and TensorPipe read to find the interface; a variable that the user has set
 # stands.
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")

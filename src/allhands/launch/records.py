@@ -38,17 +38,24 @@ class Levels:
     def apply(captured: dict[str, Any]) -> None:
         """Let the same records through, and send them to the caller where it has handlers for
         them."""
-        logging.root.setLevel(captured["root"])
+        _set_level(logging.root, captured["root"])
         logging.disable(captured["disabled_below"])
         for name, (level, disabled) in captured["levels"].items():
             logger = logging.getLogger(name)
-            logger.setLevel(level)
+            _set_level(logger, level)
             logger.disabled = disabled
         # The others have handlers in every process, as some of torch's.
         if any(not _has_handlers(logging.getLogger(name)) for name in captured["handled"]):
             logging.root.handlers[:] = [Sender()]
         if captured["warnings"]:
             logging.captureWarnings(True)
+
+
+def _set_level(logger: logging.Logger, level: int) -> None:
+    # Even the level that it has already makes all loggers forget what they let through, which takes
+    # a millisecond; torch has eight loggers with a level.
+    if logger.level != level:
+        logger.setLevel(level)
 
 
 def _has_handlers(logger: logging.Logger) -> bool:

@@ -28,6 +28,7 @@ import types
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
+from allhands import compat
 from allhands.launch import horovod_alias, processes
 from allhands.launch.protocol import write_all
 from allhands.wire import encode
@@ -277,6 +278,7 @@ def _end(code: int) -> NoReturn:
     succeeded.
     """
     threading._shutdown()  # type: ignore[attr-defined]
+    compat.keep_libraries()
     atexit._run_exitfuncs()
     _flush()
     os._exit(code)
