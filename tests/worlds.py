@@ -9,13 +9,14 @@ from typing import Any
 import allhands
 from allhands.launch import spawn
 
-# What a training imports when it needs it, which takes most of a small one's time: the process that
-# forks does it once for all.
+# What a training or a module of tests imports when it needs it, which takes most of a small one's
+# time: the process that forks does it once for all.
 PRELOAD = (
+    "pytest",
     "torch._dynamo",
     "torch.distributed.checkpoint",
+    "torch.distributed.pipelining",
     "torch.utils.tensorboard",
-    "torchmetrics",
     "rich.console",
     "rich.progress",
     "allhands.kvstore",

@@ -72,7 +72,7 @@ def run_column(
                 workers=column.workers,
                 servers=column.servers,
                 env=ONE_THREAD,
-                preload=(*PRELOAD, "torch.distributed.pipelining"),
+                preload=PRELOAD,
                 on_message=on_message,
             )
         except (WorkerError, UserError) as error:
