@@ -14,7 +14,7 @@ TF_VENV ?= .venv-tensorflow
 TF_BIN := $(TF_VENV)/bin
 TENSORFLOW := $(TF_VENV)/installed
 
-.PHONY: help demo test test-all test-cluster test-tensorflow tensorflow-env lint lint-style lint-types lint-docs fix bench bench-gpu soak docs conformance clean
+.PHONY: help demo test test-all test-cluster test-tensorflow tensorflow-env lint lint-style lint-types lint-docs fix bench bench-gpu soak docs conformance horovod clean
 
 help:
 	@echo "make demo   install, train on real digit images with two workers, say where to look"
@@ -25,6 +25,7 @@ help:
 	@echo "make soak   attack a parameter server for a minute, then every port of two jobs for half a minute each (SECONDS=60)"
 	@echo "make bench  measure against peers on the processors; make bench-gpu: on GPUs; both renew the tables of the documentation"
 	@echo "make conformance   try all trainings under all strategies, and renew docs/what-works.md and the table of docs/loop.md"
+	@echo "make horovod   renew docs/horovod_api.md, the states of Horovod's calls"
 	@echo "make docs   serve the documentation; make clean: remove what was made"
 
 demo: $(DEMO)
@@ -97,6 +98,9 @@ bench-gpu: $(DEV)
 SECONDS := 60
 soak: $(DEV)
 	$(BIN)/python benchmarks/soak_wire.py $(SECONDS)
+
+horovod: $(DEV)
+	$(BIN)/python -m tests.horovod.api.page
 
 # Every training of tests/conformance under every strategy; the page is part of the documentation.
 conformance: $(DEV)

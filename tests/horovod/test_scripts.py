@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from allhands.horovod.absent import ABSENT
+
 SCRIPTS = Path(__file__).parent / "scripts"
 pytestmark = pytest.mark.serial
 
@@ -79,20 +81,23 @@ def test_a_lost_worker_comes_back_and_the_training_is_the_same(
 
 def test_what_horovod_has_and_allhands_lacks_is_said(tmp_path: Path) -> None:
     script = tmp_path / "asks.py"
+    # What is below `horovod.tensorflow` needs TensorFlow.
+    names = [name for name in ABSENT if "tensorflow" not in name]
     script.write_text(
         "import horovod\n"
-        "for name in ('spark', 'ray', 'mxnet'):\n"
-        "    try:\n        __import__(f'horovod.{name}')\n    except ImportError as error:\n       "
-        " print(error)\n"
-        "try:\n    horovod.run\nexcept AttributeError as error:\n    print(error)\n"
+        f"for name in {names}:\n"
+        "    try:\n        __import__(name)\n"
+        "    except ImportError as error:\n        print(error)\n"
+        "try:\n    horovod.run(print, np=2)\nexcept ValueError as error:\n    print(error)\n"
         "from horovod.torch.mpi_ops import allreduce\n"
         "from horovod.common.exceptions import HorovodInternalError\n"
         "print(horovod.__version__, allreduce.__module__)\n"
     )
     done = launch("-np", "1", str(script), folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    for name in ("spark", "ray", "mxnet"):
-        assert f"there is no 'horovod.{name}' here" in done.stdout
+    for name in names:
+        text = f"there is no {name!r} here: allhands has Horovod's names for torch, tensorflow and"
+        assert f"{text} keras; use {ABSENT[name]}\n" in done.stdout
     assert (
         "horovod.run is not here: write `allhands launch --horovod -np 4 script.py`" in done.stdout
     )

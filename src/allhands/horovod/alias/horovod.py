@@ -12,6 +12,9 @@ import sys
 from importlib.machinery import ModuleSpec
 from typing import Any
 
+from allhands.errors import UserError
+from allhands.horovod.absent import ABSENT
+
 # The release whose names these are; scripts compare it.
 __version__ = "0.28.1"
 __path__: list[str] = []
@@ -53,9 +56,11 @@ class _AliasFinder:
         if not fullname.startswith("horovod."):
             return None
         if fullname not in _NAMES:
+            instead = ABSENT.get(fullname)
             raise ModuleNotFoundError(
                 f"there is no {fullname!r} here: allhands has Horovod's names for torch, "
-                "tensorflow and keras (docs/horovod.md says what to use for the others)",
+                "tensorflow and keras"
+                + (f"; use {instead}" if instead else " (docs/horovod_api.md lists them)"),
                 name=fullname,
             )
         loader: Any = _AliasLoader(_NAMES[fullname])
@@ -81,13 +86,13 @@ class _AliasLoader:
         module.__spec__ = self._spec
 
 
-def __getattr__(name: str) -> Any:
-    if name == "run":
-        raise AttributeError(
-            "horovod.run is not here: write `allhands launch --horovod -np 4 script.py`, or "
-            "allhands.launch.spawn(function, args, workers=4)"
-        )
-    raise AttributeError(f"module 'horovod' has no attribute {name!r}")
+def run(*args: Any, **kwargs: Any) -> Any:
+    """Horovod's way to start processes from Python.
+
+    Raises:
+        UserError: always; it says what to write.
+    """
+    raise UserError(f"horovod.run is not here: write {ABSENT['horovod.run']}")
 
 
 if not any(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from allhands.horovod.tensorflow.keras.callbacks import (
+    BestModelCheckpoint,
     BroadcastGlobalVariablesCallback,
     LearningRateScheduleCallback,
     LearningRateWarmupCallback,
@@ -10,6 +11,7 @@ from allhands.horovod.tensorflow.keras.callbacks import (
 )
 
 __all__ = [
+    "BestModelCheckpoint",
     "BroadcastGlobalVariablesCallback",
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",

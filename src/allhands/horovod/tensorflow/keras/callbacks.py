@@ -226,3 +226,15 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
             print(
                 f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {self._rate():g}."
             )
+
+
+def BestModelCheckpoint(*args: Any, **kwargs: Any) -> Any:
+    """Horovod's callback for estimators of Spark.
+
+    Raises:
+        UserError: always; it says what to write.
+    """
+    raise UserError(
+        "BestModelCheckpoint belonged to horovod.spark and has no path: write "
+        "tf.keras.callbacks.ModelCheckpoint(path, save_best_only=True) on rank 0"
+    )
