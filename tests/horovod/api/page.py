@@ -16,8 +16,7 @@ gives what Horovod's does. *Differs*: it takes them, and the difference is said.
 raises an error that names what to use. [From Horovod](horovod.md) says more.
 
 `make horovod` writes this page from `tests/horovod/api/calls.py`. Tests compare that with the
-modules: each call has to be there and to take these arguments; those for torch are called on two
-workers.
+modules, and call each of them on two workers: it has to be there and to take these arguments.
 
 """
 

@@ -170,15 +170,21 @@ def disagreements() -> dict[str, str]:
     found["parameters"] = refused(
         lambda: hvd.broadcast_parameters({"w": torch.ones(2 + odd), "v": torch.ones(1)})
     )
-    found["twice"] = refused(
-        lambda: [hvd.allreduce_async(torch.ones(2), name="twice") for _ in range(2)], UserError
-    )
+    found["twice"] = hvd.broadcast_object(twice() if rank == 0 else "")
+    if rank != 0:
+        hvd.allreduce(torch.ones(2), name="twice")
     found["object"] = refused(
         lambda: hvd.broadcast_object(_Unknown() if rank == 0 else None), UserError
     )
     # All that went wrong went wrong on all ranks, so that they can go on.
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum, name="after").item() == SIZE
     return found
+
+
+def twice() -> str:
+    """What rank 0 is told before any other rank has begun its part."""
+    hvd.allreduce_async(torch.ones(2), name="twice")
+    return refused(lambda: hvd.allreduce_async(torch.ones(2), name="twice"), UserError)
 
 
 class _Unknown:
