@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import allhands
@@ -26,10 +26,14 @@ PRELOAD = (
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
-def in_world(workers: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+def in_world(
+    workers: int, function: Callable[..., Any], *args: Any, preload: Sequence[str] = ()
+) -> list[Any]:
     """What ``function(*args)`` returns on each rank of a world of CPU workers, each with one
-    thread."""
-    return spawn(_call, (function, args), workers=workers, env=ONE_THREAD, preload=PRELOAD)
+    thread. `preload`: what else its module imports and takes long."""
+    return spawn(
+        _call, (function, args), workers=workers, env=ONE_THREAD, preload=(*PRELOAD, *preload)
+    )
 
 
 def preload() -> None:

@@ -90,7 +90,8 @@ def run_in_world(workers: int, rare: bool) -> Found:
         failure = None
         with tempfile.TemporaryDirectory() as folder:
             try:
-                in_world(workers, _run_all, {name: PROBES[name] for name in left}, folder)
+                probes = {name: PROBES[name] for name in left}
+                in_world(workers, _run_all, probes, folder, preload=("torchmetrics",))
             except WorkerError as error:
                 failure = error
             for rank, results in enumerate(ranks):

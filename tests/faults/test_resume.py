@@ -30,6 +30,8 @@ from tests.worlds import in_world, preload
 
 pytestmark = pytest.mark.serial
 
+# What the process that forks the workers imports for this module.
+METRICS = ("torchmetrics",)
 SAMPLES = 54
 EPOCHS = 2
 
@@ -190,7 +192,7 @@ def interrupted_at_each_step(folder: str) -> dict[str, Any]:
 def test_interrupted_at_every_step_and_resumed_equals_uninterrupted_bit_for_bit(
     tmp_path: Path, workers: int
 ) -> None:
-    for found in in_world(workers, interrupted_at_each_step, str(tmp_path)):
+    for found in in_world(workers, interrupted_at_each_step, str(tmp_path), preload=METRICS):
         steps = found.pop("steps")
         assert len(found) == 2 * steps
         assert {name: problem for name, problem in found.items() if problem} == {}
@@ -320,8 +322,8 @@ def test_another_number_of_workers_goes_on_with_the_same_samples_and_weights_to_
     tmp_path: Path, before: int, after: int
 ) -> None:
     whole = training(tmp_path / "whole", dropout=0.0, batch=GLOBAL_BATCH)
-    first = in_world(before, each_logdir, str(tmp_path), before, True)
-    second = in_world(after, each_logdir, str(tmp_path), after, False)
+    first = in_world(before, each_logdir, str(tmp_path), before, True, preload=METRICS)
+    second = in_world(after, each_logdir, str(tmp_path), after, False, preload=METRICS)
     for number, step in enumerate(STOPS):
         ids = by_step([rank[number] for rank in first]) + by_step([rank[number] for rank in second])
         assert ids == whole["ids"]
@@ -380,5 +382,5 @@ def interrupted_in_evaluation(folder: str) -> dict[str, list[str]]:
 # rare on 1: 2 have what one has.
 @pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.rare), 2])
 def test_interrupted_in_the_evaluation(tmp_path: Path, workers: int) -> None:
-    for found in in_world(workers, interrupted_in_evaluation, str(tmp_path)):
+    for found in in_world(workers, interrupted_in_evaluation, str(tmp_path), preload=METRICS):
         assert found == {"1": [], "3": []}

@@ -57,7 +57,7 @@ def measure_many() -> list[dict[str, float]]:
 def test_every_sample_counts_once(workers: int) -> None:
     expected = [3.0, 13 / 3, 7.0]
     squares = [11.0, 35.0, 49.0]
-    for found in in_world(workers, measure_many):
+    for found in in_world(workers, measure_many, preload=("torchmetrics",)):
         for values, mean, square in zip(found, expected, squares, strict=True):
             assert values["loss"] == pytest.approx(mean)
             assert values["mean"] == pytest.approx(mean)
@@ -85,7 +85,9 @@ def rank_metrics() -> list[float]:
 @pytest.mark.serial
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.rare), 3])
 def test_states_are_accumulated_not_averaged(workers: int) -> None:
-    for f1, expected_f1, auc, expected_auc in in_world(workers, rank_metrics):
+    for f1, expected_f1, auc, expected_auc in in_world(
+        workers, rank_metrics, preload=("torchmetrics",)
+    ):
         assert f1 == pytest.approx(expected_f1)
         assert auc == pytest.approx(expected_auc)
 
