@@ -31,20 +31,19 @@ help:
 demo: $(DEMO)
 	$(BIN)/python examples/digits/train.py
 
-# Tests that start several processes come after all others, four files at a time, since they wait for much of it; those that need
-# hosts, Slurm or MPI are among them, each file with hosts of its own. Those of TensorFlow run beside them, and are shown after
-# them. All parts run, whatever the first one says.
+# Four files at a time on any number of cores, since tests that start several processes wait for much of their time; those that
+# need hosts, Slurm or MPI are among them, each file with hosts of its own. Those of TensorFlow run beside them, and are shown
+# after them. Both parts run, whatever the other one says.
 FILES := $(BIN)/python -m pytest -n 4 --dist loadfile
-QUICK = and not rare
+QUICK = not rare
 test-all:
 	@$(MAKE) --no-print-directory test QUICK=
 # The variable marks every process that a test starts; none with it may be left at the end.
 test: export ALLHANDS_TEST_RUN := make-test-$(shell date +%s)-$(shell echo $$PPID)
 test: $(DEV) $(TENSORFLOW)
 	@status=0; \
-	$(BIN)/python -m pytest -m "not serial and not cluster $(QUICK)" -n 3 --dist worksteal || status=1; \
 	$(TF_TESTS) > $(TF_OUTPUT) 2>&1 & tensorflow=$$!; \
-	$(FILES) -m "(serial or cluster) $(QUICK)" || status=1; \
+	$(FILES) -m "$(QUICK)" || status=1; \
 	wait $$tensorflow || status=1; \
 	cat $(TF_OUTPUT); \
 	$(BIN)/python .ci/no_process_left.py || status=1; \

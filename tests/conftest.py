@@ -33,8 +33,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # A picture at the end of each of hundreds of trainings; tests of pictures ask for them.
 os.environ.setdefault("ALLHANDS_CURVES", "0")
 
-# Python compiles a file once, not in each of the thousand processes that the tests start.
+# Python compiles a file once, not in each of the thousand processes that the tests start, and
+# pytest keeps what it makes of a test's file.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # PyTorch's compiler keeps what it made for one set of instructions, and takes it for another one.
 if "ATEN_CPU_CAPABILITY" in os.environ:
@@ -155,14 +157,35 @@ def unit_of(nodeid: str) -> str:
     return SHARE_WORLDS if path.startswith(SHARE_WORLDS) and path not in LONGEST else path
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest files first, and skip GPU tests, with a reason, where no GPU can be used."""
-    order = {unit: number for number, unit in enumerate(LONGEST)}
-    items.sort(
-        key=lambda item: (
-            -1 if item.nodeid.startswith(APART) else order.get(unit_of(item.nodeid), len(order))
-        )
+def places_of(items: list[pytest.Item]) -> dict[str, float]:
+    """Where each unit comes, from 0 to 1.
+
+    Those that start processes wait for much of their time, and the others compute. Both kinds are
+    spread over the whole run, so that no core is idle. Of each kind the longest come first.
+    """
+    several = dict.fromkeys(
+        unit_of(item.nodeid)
+        for item in items
+        if item.get_closest_marker("serial") or item.get_closest_marker("cluster")
     )
+    alone = dict.fromkeys(
+        unit_of(item.nodeid) for item in items if unit_of(item.nodeid) not in several
+    )
+    order = {unit: number for number, unit in enumerate(LONGEST)}
+    places = {}
+    for kind in (several, alone):
+        units = sorted(
+            kind, key=lambda unit: -1 if unit.startswith(APART) else order.get(unit, len(order))
+        )
+        places |= {unit: (number + 0.5) / len(units) for number, unit in enumerate(units)}
+    return places
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mix files that wait with files that compute, and skip GPU tests, with a reason, where no GPU
+    can be used."""
+    places = places_of(items)
+    items.sort(key=lambda item: places[unit_of(item.nodeid)])
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return
