@@ -17,6 +17,7 @@ from allhands.errors import UserError
 from allhands.launch import Command
 from allhands.launch.hosts import HostSpec
 from allhands.launch.mpi import RANK, MpiLauncher, command_line, find_launcher
+from tests.timeouts import patience
 
 OPEN_MPI, MPICH = MpiLauncher("mpirun", "openmpi"), MpiLauncher("mpiexec", "mpich")
 SCRIPT = Command("script", "train.py", ("--lr", "0.1"))
@@ -106,7 +107,7 @@ def test_options_of_other_launchers_are_named(
     monkeypatch.chdir(tmp_path)
     words = "--launcher mpi -n 2 -s 1 --no-preload --max-restarts 2 train.py"
     assert main.run(["launch", *words.split()]) == 2
-    assert "--servers, --max-restarts, --no-preload: with --launcher mpi" in capsys.readouterr().err
+    assert "--max-restarts, --no-preload: with --launcher mpi" in capsys.readouterr().err
 
 
 def test_the_ranks_of_a_job_share_a_secret_that_no_command_line_shows(
@@ -151,32 +152,94 @@ if "fail" in sys.argv:
 """
 
 
-@pytest.mark.serial
-@pytest.mark.parametrize("module", [False, True])
-def test_a_script_without_an_import_of_allhands(module: bool, tmp_path: Path) -> None:
+def under_mpi(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """`allhands launch --launcher mpi -n 2` in a folder; skips the test where there is no MPI."""
     if importlib.util.find_spec("mpi4py") is None or shutil.which("mpirun") is None:
         pytest.skip("no MPI here: pip install mpi4py mpich")
-    (tmp_path / "notes.py").write_text(NOTES)
-    program = str(Path(sys.executable).with_name("allhands"))
-    words = [program, "launch", "--launcher", "mpi", "-n", "2"]
-    words += ["-m", "notes"] if module else ["notes.py"]
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    program = str(Path(sys.executable).with_name("allhands"))
+    return subprocess.run(
+        [program, "launch", "--launcher", "mpi", "-n", "2", *words],
+        cwd=folder,
+        env={**os.environ, **root, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=patience(120),
+        check=False,
+    )
 
-    def run(*more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*words, *more],
-            cwd=tmp_path,
-            env={**os.environ, **root, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
 
-    done = run("--lr", "1")
+@pytest.mark.serial
+@pytest.mark.parametrize("words", [["notes.py"], ["-m", "notes"]])
+def test_a_script_without_an_import_of_allhands(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "notes.py").write_text(NOTES)
+    done = under_mpi(tmp_path, *words, "--lr", "1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(f"sum 3.0 ['--lr', '1'] __main__ {tmp_path}") == 2
-    failed = run("fail")
+    failed = under_mpi(tmp_path, *words, "fail")
     assert failed.returncode != 0
     assert "ValueError: mine" in failed.stderr
     assert "mpi_rank.py" not in failed.stderr.partition("\n")[2]
+
+
+# A store with a server adds up what both workers push; torch.distributed works beside it.
+STORE = """
+import os, signal, time
+import torch
+import torch.distributed as dist
+import allhands
+from allhands import kvstore as kv
+
+store = kv.create("dist")
+store.init("a", torch.zeros(3))
+store.push("a", torch.full((3,), store.rank + 1.0))
+got = torch.zeros(3)
+store.pull("a", out=got)
+allhands.init()
+own = torch.ones(1)
+dist.all_reduce(own)
+said = f"{type(store).__name__} {got.tolist()} {own.item()} {os.environ.get('ONE')}"
+print(f"{said} {os.environ['KEPT']}\\n", end="")
+"""
+
+
+@pytest.mark.serial
+def test_servers_beside_the_ranks(tmp_path: Path) -> None:
+    (tmp_path / "store.py").write_text(STORE)
+    words = ["-s", "1", "--env-server", "ONE=1", "--env-worker", "KEPT=yes", "store.py"]
+    done = under_mpi(tmp_path, *words)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("ServedStore [3.0, 3.0, 3.0] 2.0 None yes") == 2
+    refused = under_mpi(tmp_path, "-s", "1", "--", "sh", "-c", "true")
+    assert "sh is no Python script, which alone is told where the servers are" in refused.stderr
+
+
+# The server of a job is the child of the launcher that has the job's secret.
+LOSES = """
+import os, signal, time
+from pathlib import Path
+import torch
+from allhands import kvstore as kv
+
+store = kv.create("dist")
+store.init("a", torch.zeros(3))
+if store.rank == 0:
+    secret = os.environ["ALLHANDS_TOKEN"].encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words, variables = (process / "cmdline", process / "environ")
+            if b"allhands.kvstore.parameter_server" in words.read_bytes():
+                if secret in variables.read_bytes():
+                    os.kill(int(process.name), signal.SIGKILL)
+        except OSError:
+            pass
+time.sleep(60)
+"""
+
+
+@pytest.mark.serial
+def test_a_server_that_dies_ends_the_ranks(tmp_path: Path) -> None:
+    (tmp_path / "loses.py").write_text(LOSES)
+    done = under_mpi(tmp_path, "-s", "1", "loses.py")
+    assert done.returncode != 0
+    assert "server 0 ended with exit code -9; the ranks are ended" in done.stderr

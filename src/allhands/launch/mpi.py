@@ -28,6 +28,7 @@ from allhands.errors import UserError
 from allhands.launch import processes
 from allhands.launch.hosts import HostSpec, deal
 from allhands.launch.lines import LineCutter
+from allhands.launch.mpi_servers import MpiServers
 from allhands.launch.options import Options
 from allhands.launch.output import show
 from allhands.launch.plan import Command
@@ -44,7 +45,6 @@ _GRACE = 8.0
 _TAG = re.compile(rb"^\[\d+,(\d+)\]<std(?:out|err)>: ?", re.MULTILINE)
 # What MPI's launchers have no word for.
 _NOT_MPI = (
-    "servers",
     "server_restarts",
     "on_worker_failure",
     "log_dir",
@@ -135,13 +135,7 @@ def command_line(
                 "do not take; put them into ~/.ssh/config under that name"
             )
     slots = [host.slots for host in hosts]
-    if workers is None:
-        if not hosts or None in slots:
-            raise UserError(
-                "--launcher mpi: nobody said how many ranks; write -n WORKERS, or slots=N after "
-                "each host"
-            )
-        workers = sum(slot or 0 for slot in slots)
+    workers = _ranks(workers, hosts)
     counts = deal([host.name for host in hosts], slots, workers) if hosts else [workers]
     names = [host.name for host in hosts] or ["localhost"]
     places = ",".join(f"{name}:{count}" for name, count in zip(names, counts, strict=True) if count)
@@ -153,6 +147,19 @@ def command_line(
     else:
         words += [*(["-hosts", places] if hosts else []), *(["-prepend-rank"] if prefix else [])]
     return [*words, *options, *_ranks_command(command, python)]
+
+
+def _ranks(workers: int | None, hosts: Sequence[HostSpec]) -> int:
+    """How many ranks: as many as were asked for, or all slots of the hosts."""
+    slots = [host.slots for host in hosts]
+    if workers is None:
+        if not hosts or None in slots:
+            raise UserError(
+                "--launcher mpi: nobody said how many ranks; write -n WORKERS, or slots=N after "
+                "each host"
+            )
+        workers = sum(slot or 0 for slot in slots)
+    return workers
 
 
 def _ranks_command(command: Command, python: str) -> list[str]:
@@ -210,7 +217,15 @@ def run_mpi(
     if options.heartbeat_timeout != Options().heartbeat_timeout:
         own[TIMEOUT_VARIABLE] = f"{options.heartbeat_timeout:g}"
     # The ranks know the number of their job, which is no secret; this is.
-    own[TOKEN] = own.get(TOKEN) or new_token()
+    own[TOKEN] = own.get(TOKEN) or os.environ.get(TOKEN) or new_token()
+    of_servers = {**variables, **options.env_server, TOKEN: own[TOKEN]}
+    servers = MpiServers(
+        options.servers,
+        _ranks(options.workers, hosts),
+        bool(hosts),
+        {name: value for name, value in of_servers.items() if value is not None},
+    )
+    own |= servers.variables
     words = command_line(
         launcher,
         command,
@@ -222,8 +237,13 @@ def run_mpi(
         options=more,
     )
     show(sys.stderr, f"allhands: {shlex.join(words)}\n".encode())
+    if servers.count and RANK not in words:
+        raise UserError(
+            f"--servers with --launcher mpi: {command.target} is no Python script, which alone is "
+            "told where the servers are; start servers with --launcher ssh"
+        )
     parent = os.getpid()
-    with _Relay() as relay:
+    with servers, _Relay() as relay:
         process = subprocess.Popen(
             words,
             env={**os.environ, **own},
@@ -235,7 +255,7 @@ def run_mpi(
             preexec_fn=lambda: processes.die_with_parent(parent),  # noqa: PLW1509
         )
         relay.to(process)
-        gave_up = _show_output(process)
+        gave_up = _show_output(process, servers)
         code = process.wait()
     if code < 0:
         return 128 - code
@@ -290,9 +310,9 @@ class _Relay:
             self._process.send_signal(signal.SIGKILL if self._asked > 2 else number)
 
 
-def _show_output(process: subprocess.Popen[bytes]) -> bool:
+def _show_output(process: subprocess.Popen[bytes], servers: MpiServers) -> bool:
     """Show what the ranks print, in whole lines, until the launcher ends; whether they have given
-    up."""
+    up, or a server has."""
     assert process.stdout is not None
     assert process.stderr is not None
     streams = {
@@ -314,6 +334,11 @@ def _show_output(process: subprocess.Popen[bytes]) -> bool:
                 if not data:
                     selector.unregister(key.fd)
                     del streams[key.fd]
+            if kill_at is None and streams and (failed := servers.failed()):
+                show(sys.stderr, f"allhands: {failed}; the ranks are ended\n".encode())
+                kill_at = time.monotonic() + _GRACE
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(signal.SIGTERM)
             if kill_at is not None and time.monotonic() > kill_at and process.poll() is None:
                 show(
                     sys.stderr,

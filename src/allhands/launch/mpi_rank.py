@@ -7,14 +7,16 @@ without an import of allhands.
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 import types
 from collections.abc import Callable
 from typing import Any
 
-import allhands  # noqa: F401  provides the backend
+from allhands import torch_hook
 from allhands.launch import worker
+from allhands.world.detection import detect
 
 
 def main(kind: str, target: str, args: list[str]) -> None:
@@ -25,6 +27,9 @@ def main(kind: str, target: str, args: list[str]) -> None:
         target: its path or name.
         args: its arguments.
     """
+    torch_hook.install()
+    if os.environ.get("ALLHANDS_NUM_SERVERS"):
+        _tell_who()
     sys.excepthook = _without_frames_of_ours(sys.excepthook)
     if kind == "module":
         sys.argv = [target, *args]
@@ -33,6 +38,18 @@ def main(kind: str, target: str, args: list[str]) -> None:
     if not sys.flags.safe_path:
         del sys.path[0]  # that of `python -m`
     worker.run_script(target, args)
+
+
+def _tell_who() -> None:
+    """Set the variables by which a worker that meets its servers knows its number."""
+    layout = detect()
+    if layout is None:
+        return  # not started by MPI
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(layout.rank), str(layout.world_size)
+    if layout.local_rank is not None:
+        os.environ["LOCAL_RANK"] = str(layout.local_rank)
+    if layout.local_world_size is not None:
+        os.environ["LOCAL_WORLD_SIZE"] = str(layout.local_world_size)
 
 
 def _without_frames_of_ours(hook: Callable[..., Any]) -> Callable[..., None]:
