@@ -23,11 +23,13 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
         yield two
 
 
-@pytest.fixture(scope="module")
-def one_thread(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
-    """Two workers in which TensorFlow runs one operation at a time."""
+@pytest.fixture(scope="module", params=[2, 3])
+def one_thread(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[object]:
+    """Two workers, and three, in which TensorFlow runs one operation at a time."""
     from tests.horovod.tensorflow.workers import started
 
     env = {"TF_NUM_INTEROP_THREADS": "1"}
-    with started(tmp_path_factory.mktemp("one thread"), env=env) as two:
-        yield two
+    with started(tmp_path_factory.mktemp("one thread"), request.param, env) as made:
+        yield made

@@ -24,6 +24,9 @@ class Workers:
     def __init__(self, connections: list[Connection]) -> None:
         self._connections = connections
 
+    def __len__(self) -> int:
+        return len(self._connections)
+
     def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What ``function(*args)`` returns on each rank; fails with the traceback of the first rank
         where it raises."""
