@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import allhands
 from allhands import UserError, catalyst
 from allhands.catalyst import dl, utils
+from allhands.data import global_order
 
 CLASSES = 6
 
@@ -125,6 +126,67 @@ def test_workers_train_the_same(preloaded: None) -> None:
         torch.testing.assert_close(value, weights[name], rtol=0, atol=1e-5)
     share = (logits.argmax(1) == data().tensors[1]).float().mean().item()
     assert history["valid"]["accuracy01"][-1] == pytest.approx(share, abs=1e-6)
+
+
+def datasets(num_features: int) -> dict[str, Any]:
+    x = torch.randn(46, num_features, generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(x, x.sum(1))  # a target without the dimension that the output has
+    return {"train": data, "valid": data}
+
+
+def regression() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = nn.Linear(5, 1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def train_by_datasets(distributed: bool) -> list[torch.Tensor]:
+    """As the last script of its tutorial about distributed training has it."""
+    model, optimizer = regression()
+    dl.SupervisedRunner(device="cpu").train(
+        model=model,
+        datasets={"batch_size": 4, "get_datasets_fn": datasets, "num_features": 5},
+        criterion=nn.MSELoss(),
+        optimizer=optimizer,
+        scheduler=torch.optim.lr_scheduler.MultiStepLR(optimizer, [1]),
+        num_epochs=2,
+        distributed=distributed,
+        **({"workers": 2} if distributed else {}),
+    )
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.serial
+def test_the_scripts_of_its_tutorial_train_as_one_process(
+    preloaded: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model, optimizer = regression()
+    x, y = datasets(5)["train"].tensors
+    for epoch in range(2):
+        optimizer.param_groups[0]["lr"] = 0.1 if epoch == 0 else 0.01
+        for part in global_order(len(x), 42, epoch).split(8):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x[part]).squeeze(1), y[part]).backward()
+            optimizer.step()
+    found = [
+        train_by_datasets(True),
+        dl.utils.distributed_cmd_run(train_by_datasets, True, False, workers=2),
+    ]
+    for weights in found:
+        for value, expected in zip(weights, model.parameters(), strict=True):
+            torch.testing.assert_close(value, expected.detach(), rtol=0, atol=1e-6)
+    assert "the target of shape [4] is read in the output's shape, [4, 1]" in capfd.readouterr().out
+
+
+def test_shapes_that_would_broadcast_stay_an_error() -> None:
+    model = nn.Linear(5, 2)
+    with pytest.raises(UserError, match=r"has shape \[8, 2\] and the target \[8\]; the criterion"):
+        dl.SupervisedRunner(device="cpu").train(
+            model=model,
+            criterion=nn.MSELoss(),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            datasets={"batch_size": 8, **datasets(5)},
+        )
 
 
 def test_callbacks_that_are_arguments() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from allhands.catalyst import utils
 from allhands.catalyst.batch_callbacks import (
     BackwardCallback,
     CriterionCallback,
@@ -105,4 +106,5 @@ __all__ = [
     "TimerCallback",
     "TqdmCallback",
     "TrevskyCallback",
+    "utils",
 ]
