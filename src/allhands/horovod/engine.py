@@ -20,12 +20,12 @@ import torch.distributed as dist
 from allhands.errors import UserError
 from allhands.horovod import collectives
 from allhands.horovod.coordinator_link import CoordinatorLink
-from allhands.horovod.exceptions import HorovodInternalError, NotInitializedError, failure
+from allhands.horovod.exceptions import HorovodInternalError, NotInitializedError
 from allhands.horovod.handles import Handle, OnGPU
 from allhands.horovod.lanes import Lane
 from allhands.horovod.local_operations import LocalOperation, run, zeros
 from allhands.horovod.matcher import GLOBAL_SET, Matcher
-from allhands.horovod.operation_request import Key, OperationRequest
+from allhands.horovod.operation_request import Key, OperationRequest, failure
 from allhands.horovod.operations import Operations, Tensors
 from allhands.horovod.process_sets import ProcessSet, global_process_set
 from allhands.horovod.settings import Settings

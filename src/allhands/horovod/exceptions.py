@@ -29,8 +29,3 @@ class NotInitializedError(UserError):
 
     def __init__(self) -> None:
         super().__init__("Horovod has not been initialized; use hvd.init() first")
-
-
-def failure(kind: str, name: str, rank: int, error: Exception) -> str:
-    """What all ranks are told of an operation that failed on one after it was agreed."""
-    return f"{kind} {name!r} failed on rank {rank}: {type(error).__name__}: {error}"

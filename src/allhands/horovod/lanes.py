@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from allhands.horovod.coordinator_link import CoordinatorLink
-from allhands.horovod.exceptions import HorovodInternalError, failure
+from allhands.horovod.exceptions import HorovodInternalError
+from allhands.horovod.operation_request import failure
 from allhands.horovod.promise_rounds import Parts
 
 _A_WHILE = timedelta(seconds=1)

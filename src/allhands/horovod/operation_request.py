@@ -111,6 +111,11 @@ def ranks_text(ranks: Any) -> str:
     return f"rank{'s' if len(ordered) > 1 else ''} {', '.join(map(str, ordered))}"
 
 
+def failure(kind: str, name: str, rank: int, error: Exception) -> str:
+    """What all ranks are told of an operation that failed on one after it was agreed."""
+    return f"{kind} {name!r} failed on rank {rank}: {type(error).__name__}: {error}"
+
+
 def disagreement(
     name: str,
     asks: Mapping[int, OperationRequest],
