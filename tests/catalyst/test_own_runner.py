@@ -409,6 +409,63 @@ def test_two_heads_with_a_criterion_each(workers: int, preloaded: None) -> None:
     assert len(trace.losses) == 2 * (steps + (9 if workers == 1 else 5))
 
 
+def test_models_in_a_module_and_members_that_a_callback_makes() -> None:
+    class Transformed(GAN):
+        def handle_batch(self, batch: Any) -> None:
+            super().handle_batch(batch)
+            seen.append(sorted(self.model))
+
+    seen: list[Any] = []
+    model, plain = nn.ModuleDict(gan_models()), gan_models()
+    halves = dl.BatchTransformCallback(
+        lambda labels, wrong: (labels / 2, wrong + 0.5),
+        scope="on_batch_end",
+        input_key=["labels", "misleading"],
+        output_key=["labels", "misleading"],
+    )
+    bce = nn.BCEWithLogitsLoss()
+    Transformed(device="cpu").train(
+        model=model,
+        criterion={"generator": bce, "discriminator": bce},
+        optimizer=gan_optimizers(model),  # type: ignore[arg-type]
+        loaders={"train": loaders(1)["train"]},
+        callbacks=[halves, *gan_callbacks()],
+        valid_metric="loss_generator",
+    )
+    own = gan_optimizers(plain)
+    for x, y, _ in batches():
+        fake = plain["generator"](x[:, :2] * 2)
+        combined = plain["discriminator"](torch.cat([fake.detach(), x], dim=1))
+        bce(combined, (y > 1).float()[:, None] / 2).backward()
+        generated = plain["discriminator"](torch.cat([fake, fake], dim=1))
+        bce(generated, torch.full((len(x), 1), 0.5)).backward()
+        for optimizer in own.values():
+            optimizer.step()
+            optimizer.zero_grad()
+    for name in plain:
+        assert_same(model[name], plain[name])
+    assert seen[0] == ["discriminator", "generator"]
+
+
+def test_a_batch_is_changed_before_a_supervised_runner_sees_it() -> None:
+    model, plain = net(6, CLASSES, 1), net(6, CLASSES, 1)
+    x, y, _ = data().tensors
+    doubled = dl.BatchTransformCallback(lambda x: 2 * x, "on_batch_start", "features")
+    dl.SupervisedRunner(device="cpu").train(
+        model=model,
+        criterion=nn.CrossEntropyLoss(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loaders={"train": DataLoader(TensorDataset(x, y), GLOBAL)},
+        callbacks=[doubled],
+    )
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for inputs, targets, _ in batches():
+        optimizer.zero_grad()
+        F.cross_entropy(plain(2 * inputs), targets).backward()
+        optimizer.step()
+    assert_same(model, plain)
+
+
 class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()

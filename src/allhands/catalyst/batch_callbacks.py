@@ -236,6 +236,59 @@ class OptimizerCallback(BackwardCallback):
         optimizer.zero_grad()
 
 
+class BatchTransformCallback(BatchPart):
+    """A function of members of ``runner.batch``, whose result becomes members of it.
+
+    Args:
+        transform: the function.
+        scope: "on_batch_start" or "on_batch_end".
+        input_key: what it is given, in order: a name, or a list.
+        output_key: what it gives; None is `input_key`.
+    """
+
+    order = CallbackOrder.Internal
+
+    def __init__(
+        self,
+        transform: Callable[..., Any],
+        scope: str,
+        input_key: str | Sequence[str],
+        output_key: str | Sequence[str] | None = None,
+    ) -> None:
+        super().__init__()
+        if not callable(transform) or scope not in ("on_batch_start", "on_batch_end"):
+            raise UserError(
+                f"BatchTransformCallback(transform={kind_of(transform)}, scope={scope!r}): write a "
+                "function, and scope='on_batch_start' or 'on_batch_end'"
+            )
+        self.transform, self.scope, self.inputs = transform, scope, _names(input_key)
+        self.outputs = self.inputs if output_key is None else _names(output_key)
+
+    def needs_batches(self) -> bool:
+        return True
+
+    def on_batch_start(self, runner: Any) -> None:
+        if self.scope == "on_batch_start":
+            self._apply(runner)
+
+    def on_batch_end(self, runner: Any) -> None:
+        if self.scope == "on_batch_end":
+            self._apply(runner)
+
+    def _apply(self, runner: Any) -> None:
+        given = self.transform(*(self.looked_up(runner, name) for name in self.inputs))
+        results = (given,) if len(self.outputs) == 1 else tuple(given)
+        if len(results) != len(self.outputs):
+            raise UserError(
+                f"BatchTransformCallback: {len(results)} results for {', '.join(self.outputs)}"
+            )
+        runner.batch = {**runner.batch, **dict(zip(self.outputs, results, strict=True))}
+
+
+def _names(keys: str | Sequence[str]) -> tuple[str, ...]:
+    return (keys,) if isinstance(keys, str) else tuple(keys)
+
+
 class MetricAggregationCallback(BatchPart):
     """One number of several in ``batch_metrics``.
 

@@ -189,12 +189,16 @@ class BatchRunner:
         self.batch_size, self.batch_metrics = rows.count, {}
         self.loader_batch_step += not filler
         try:
+            self.prepare()
             self.event("on_batch_start", parts_only=filler)
             self.handle(self.batch)
             self.event("on_batch_end", parts_only=filler)
         finally:
             if loop is not None:
                 loop.rows = before
+
+    def prepare(self) -> None:
+        """Give the members of ``self.batch`` their names, where the runner knows them."""
 
     def handle(self, batch: Any) -> None:
         """Compute with a batch, as the kind of runner does."""

@@ -7,6 +7,7 @@ from typing import Any
 from allhands.catalyst import utils
 from allhands.catalyst.batch_callbacks import (
     BackwardCallback,
+    BatchTransformCallback,
     CriterionCallback,
     MetricAggregationCallback,
     OptimizerCallback,
@@ -56,8 +57,12 @@ _INSTEAD = {
     "ControlFlowCallback": "an allhands.Callback with the hooks that are wanted",
     "PeriodicLoaderCallback": "train(evaluate_every=…)",
     "LRFinder": "torch.optim.lr_scheduler with train(scheduler=…)",
-    "BatchTransformCallback": "handle_batch(self, batch) of a dl.Runner of your own",
+    "ConsoleLogger": "nothing: train() prints a table",
     "TensorboardLogger": "train(logdir=…), which writes TensorBoard files",
+    **dict.fromkeys(
+        ("CometLogger", "MLflowLogger", "NeptuneLogger", "WandbLogger"),
+        "an allhands.Callback with on_row_end(self, training), which logs training.history",
+    ),
     "CSVLogger": "train(logdir=…), which writes metrics.csv",
     **dict.fromkeys(
         (
@@ -80,6 +85,7 @@ __all__ = [
     "AccuracyCallback",
     "BackwardCallback",
     "BatchOverfitCallback",
+    "BatchTransformCallback",
     "Callback",
     "CallbackOrder",
     "CheckRunCallback",

@@ -83,6 +83,9 @@ class Runner(BatchRunner, allhands.runner.Runner):
         self._forget()
         settings, rest = train_arguments(self, callback_list(callbacks), given, by_batch=True)
         settings.pop("metrics")
+        model = settings.get("model", self.model)
+        if isinstance(model, nn.ModuleDict):  # its models have optimizers of their own
+            settings["model"] = dict(model.items())
         return allhands.runner.Runner.train(self, callbacks=rest or None, **settings)
 
     def evaluate_loader(

@@ -151,12 +151,14 @@ class SupervisedRunner(BatchRunner, allhands.runner.SupervisedRunner):
 
     # ------------------------------------------------------------------ a batch
 
+    def prepare(self) -> None:
+        self.batch = self._named(self.batch) or self.batch
+
     def handle(self, batch: Any) -> None:
-        named = self._named(batch)
         if self._takes_batch_alone:
-            self.batch = named or batch
-            self.handle_batch(self.batch)  # type: ignore[call-arg]
+            self.handle_batch(batch)  # type: ignore[call-arg]
             return
+        named = dict(batch) if isinstance(batch, Mapping) else {}
         output, target = self.handle_batch(self.model, batch)
         named |= self._outputs(output)
         if isinstance(target, Mapping):
@@ -170,8 +172,9 @@ class SupervisedRunner(BatchRunner, allhands.runner.SupervisedRunner):
         if isinstance(batch, Mapping):
             return dict(batch)
         keys = (self.input_key, self.target_key)
-        if isinstance(batch, (tuple, list)) and len(batch) == 2:
-            return {key: one for key, one in zip(keys, batch, strict=True) if isinstance(key, str)}
+        named = all(isinstance(key, str) for key in keys)
+        if named and isinstance(batch, (tuple, list)) and len(batch) == 2:
+            return {str(key): one for key, one in zip(keys, batch, strict=True)}
         return {}
 
     def _outputs(self, output: Any) -> dict[str, Any]:
