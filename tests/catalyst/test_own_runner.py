@@ -648,6 +648,21 @@ def test_what_cannot_be_honoured_is_named(kind: Any, given: Any, said: str) -> N
         train(kind(device="cpu"), **given)
 
 
+class Overlap(nn.Module):
+    """A ratio of sums over the batch, as losses of segmentation are."""
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        chosen = output.softmax(1)[torch.arange(len(target)), target]
+        return 1 - chosen.sum() / (output.softmax(1).square().sum() + 1)
+
+
+def test_a_criterion_that_is_no_mean_is_named_where_batches_are_divided() -> None:
+    given = {"criterion": Overlap(), "callbacks": [dl.AccuracyCallback("logits", "targets")]}
+    train(OfOneBatch(device="cpu"), **given)
+    with pytest.raises(UserError, match="Overlap"):
+        train(OfOneBatch(device="cpu"), accumulate=2, **given)
+
+
 class OnEachRank(Classifier):
     def on_loader_end(self, runner: Any) -> None:
         self.loader_metrics["own"] = float(self.batch_size + 10 * self.engine.process_index)

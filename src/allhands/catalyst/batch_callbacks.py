@@ -120,21 +120,29 @@ class CriterionCallback(BatchPart):
     def on_batch_end(self, runner: Any) -> None:
         output, target = self._fitted(None, self.pair(runner))  # type: ignore[arg-type]
         self._rule.check_shapes(output, target)
-        if runner.engine.num_processes > 1:
-            self._check_mean(target)
+        if runner.batch_size and runner.divides_batches:
+            self._check_mean(output, target)
         runner.batch_metrics[self.metric_key] = self._criterion(output, target)
 
-    def _check_mean(self, target: Any) -> None:
-        """Raise `UserError` for a criterion that is no mean over the samples of a batch."""
+    def _check_mean(self, output: Any, target: Any) -> None:
+        """Raise `UserError` for a criterion that is no mean over the samples of a batch; of one
+        that does not say so, the first values are looked at."""
         rule, counted = self._rule, None
+        if rule.check is not None:
+            rule.check.look(output, target)
+            if rule.check.found:
+                raise UserError(rule.check.found)
+            if rule.check.found is not None:
+                rule.check = None
         if rule.counts_targets and not target.is_floating_point():
             (counted,) = rule.count_targets([target]).tolist()  # type: ignore[union-attr]
         if rule.sums or (counted is not None and counted != target.numel()):
             raise UserError(
-                "CriterionCallback on several workers needs a criterion that is a mean over the "
-                f"samples, and {type(self._criterion).__name__} sums, weighs or leaves out some; "
-                "use one model, criterion and optimizer without batch hooks, of which it is exact, "
-                "or class Own(allhands.Runner), whose steps return (sum, count)"
+                "CriterionCallback on several workers, or with accumulate, needs a criterion that "
+                f"is a mean over the samples, and {type(self._criterion).__name__} sums, weighs "
+                "or leaves out some; use one model, criterion and optimizer without batch hooks, "
+                "of which it is exact, or class Own(allhands.Runner), whose steps return (sum, "
+                "count)"
             )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -108,6 +108,12 @@ class BatchRunner:
     # ------------------------------------------------------------------ the training
 
     @property
+    def divides_batches(self) -> bool:
+        """Whether a global batch is computed in several parts."""
+        loop = self._loop
+        return loop is not None and (loop.world.world_size > 1 or loop.settings.accumulate > 1)
+
+    @property
     def engine(self) -> BatchEngine:
         """Where is computed."""
         if self._engine is not None:
