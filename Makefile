@@ -14,7 +14,7 @@ TF_VENV ?= .venv-tensorflow
 TF_BIN := $(TF_VENV)/bin
 TENSORFLOW := $(TF_VENV)/installed
 
-.PHONY: help demo test test-all test-cluster test-tensorflow tensorflow-env lint lint-style lint-types lint-docs fix bench bench-gpu soak docs conformance horovod clean
+.PHONY: help demo test test-all test-cluster test-tensorflow tensorflow-env lint lint-style lint-types lint-docs fix bench bench-gpu soak soak-membership docs conformance horovod clean
 
 help:
 	@echo "make demo   install, train on real digit images with two workers, say where to look"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-tensorflow   those of allhands.horovod.tensorflow, in $(TF_VENV), which make tensorflow-env makes"
 	@echo "make test-all   also the tests that quicker ones cover in part"
 	@echo "make lint   style, types, layers, documentation; make fix mends the style"
+	@echo "make soak-membership   let workers of an elastic training die, hang, leave and join (EVENTS=200)"
 	@echo "make soak   attack a parameter server for a minute, then every port of two jobs for half a minute each (SECONDS=60)"
 	@echo "make bench  measure against peers on the processors; make bench-gpu: on GPUs; both renew the tables of the documentation"
 	@echo "make conformance   try all trainings under all strategies, and renew docs/what-works.md and the table of docs/loop.md"
@@ -95,6 +96,10 @@ bench-gpu: $(DEV)
 	$(BIN)/python benchmarks/tables.py
 
 SECONDS := 60
+EVENTS := 200
+soak-membership: $(DEV)
+	$(BIN)/python benchmarks/soak_membership.py --events $(EVENTS) --workers 4
+
 soak: $(DEV)
 	$(BIN)/python benchmarks/soak_wire.py $(SECONDS)
 

@@ -85,23 +85,44 @@ def gradient_hooks(parameter: Any) -> list[Any]:
 
 
 def abort_group(group: Any = None) -> None:
-    """End what waits in a process group (None: the default one) with an error, and close its
-    connections.
+    """End what waits in a process group (None: the default one), and close its connections.
 
     Destroying a group leaves connections open that a failed operation still holds, on which other
-    ranks then wait; PyTorch has a public way for this on no backend.
+    ranks then wait; PyTorch has no public way for this.
     """
-    import torch
     from torch.distributed import distributed_c10d
 
     if group is None:
         group = distributed_c10d._get_default_group()
-    for device in {torch.device(name) for name in ("cpu", "cuda")}:
-        try:
-            backend = group._get_backend(device)
-        except RuntimeError:  # the group has none for this kind of device
-            continue
-        backend.abort()
+    group.abort()
+
+
+def forget_groups() -> None:
+    """Let go of the default process group and of all others, which were aborted.
+
+    PyTorch's own ways, destroying them and aborting them once more, wait for ever with nccl where a
+    rank is gone (tried with 2.11). What is left of the groups is kept, as taking it down waits too.
+    """
+    from torch.distributed import distributed_c10d
+
+    _aborted.append(distributed_c10d._get_default_group())
+    distributed_c10d._update_default_pg(None)
+    world = distributed_c10d._world
+    for table in (
+        world.pg_map,
+        world.pg_names,
+        world.pg_group_ranks,
+        world.pg_backend_config,
+        world.pg_to_tag,
+        world.tags_to_pg,
+        world.pg_coalesce_state,
+    ):
+        table.clear()
+    distributed_c10d._unregister_all_process_groups()
+    world.group_count = 0
+
+
+_aborted: list[Any] = []
 
 
 def set_group_timeout(seconds: float) -> None:

@@ -117,3 +117,24 @@ def test_generators_are_preserved() -> None:
         seed_everything(8)
         torch.rand(5)
     assert (torch.rand(2).tolist(), np.random.rand(), random.random()) == expected
+
+
+@pytest.mark.parametrize("left", [1, 2, 3])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_global_batch_stays_when_workers_are_lost(left: int, accumulate: int) -> None:
+    """Each step has the samples that it would have had with those that began."""
+    began = Dealer(103, 4, world_size=4, accumulate=accumulate)
+    now = Dealer(103, 4, world_size=left, accumulate=accumulate, began_with=4)
+    assert now.num_steps == began.num_steps
+    for step in range(began.num_steps):
+        then = [list(began.shares(rank))[step] for rank in range(4)]
+        here = [list(now.shares(rank))[step] for rank in range(left)]
+        assert {share.total for share in here} == {then[0].total}
+        taken = [
+            position
+            for share in here
+            for position in range(share.start, share.start + sum(share.sizes))
+        ]
+        first = step * began.global_batch
+        assert taken == list(range(first, first + then[0].total))
+        assert all(size <= 4 for share in here for size in share.sizes)

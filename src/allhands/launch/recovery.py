@@ -137,7 +137,7 @@ class Recovery:
             ranks = [rank for rank in self._workers if rank >= 0]
         else:
             return False
-        return all(self.is_over(self._workers[rank]) for rank in ranks)
+        return bool(ranks) and all(self.is_over(self._workers[rank]) for rank in ranks)
 
     def act(self) -> None:
         """See to what has failed. To be called while no process is being stopped."""
@@ -173,8 +173,9 @@ class Recovery:
     def _verdict_in_elastic(self, worker: Worker, agent: AgentHandle) -> str:
         members = self.members.ranks
         if worker.rank in members:
+            left = [rank for rank in members if rank not in self._excused and rank != worker.rank]
             # An exception would be raised again by those that are left.
-            if worker.raised is not None or len(members) - 1 < self._least:
+            if worker.raised is not None or len(left) < self._least:
                 return STOP
             if agent.lost and agent is self._agents[0]:
                 return STOP  # the store is lost with it

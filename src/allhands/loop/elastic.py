@@ -129,6 +129,7 @@ class Elastic:
             try:
                 self._within = True
                 result = unit()
+                self.regrouping.check()
             except (RuntimeError, WorldError) as error:
                 self._within = False
                 if self._recover(error):
@@ -180,6 +181,7 @@ class Elastic:
             further = all_gather_rows(data.to(world.device), world)
             for part, own in zip(parts, further, strict=True):
                 part.update(_unpacked(own) if len(own) else {})
+        self.regrouping.check()
         self._about_to_keep = loop.measure, parts
         self._about_to_share = loop.logged.copy()
 
@@ -328,11 +330,10 @@ class Elastic:
         if joins:
             self._check_alike(own, told[source])
         loop.evaluated = max(one["evaluated"] for one in told)
-        loop.look_again()
         if all(one["units"] == newest for one in told):
             self._restore_buffers()
             self._take_up_measured()
-            loop.renew_steps()
+            self._go_on()
             return False
         state = _broadcast(self._state() if world.rank == source else None, source, world)
         behind = own["units"] < newest
@@ -348,8 +349,13 @@ class Elastic:
         if state["measured"] is not None:
             self._measured = loop.measures[state["of"]], state["measured"]
         self._take_up_measured()
-        loop.renew_steps()
+        self._go_on()
         return behind
+
+    def _go_on(self) -> None:
+        """The next steps are read and looked at as by a rank that begins with them."""
+        self.loop.renew_steps()
+        self.loop.look_again()
 
     def _state(self) -> dict[str, Any]:
         """What the others need of this rank, which is furthest."""
@@ -372,9 +378,10 @@ class Elastic:
 
     def _take_up_measured(self) -> None:
         """Rank 0 goes on with what all ranks have measured, those that are gone among them."""
-        if self._measured is None:
+        # Before the first step has ended, only the one that failed was measured.
+        measure, parts = self._measured or (self.loop.measure, [])
+        if measure is None:
             return
-        measure, parts = self._measured
         names = sorted({name for part in parts for name in part if name.startswith("logged/")})
         loop, first = self.loop, self.world.rank == 0
         measure.start(measure.where)

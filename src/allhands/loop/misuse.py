@@ -82,7 +82,7 @@ class Misuse:
         world = self.loop.world
         if world.world_size == 1 or self._is_over:
             return
-        calls = all_gather_text(call, world)
+        calls = self.loop.unit(lambda: all_gather_text(call, world))
         for rank, other in enumerate(calls):
             if other != calls[0]:
                 raise UserError(

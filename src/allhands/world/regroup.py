@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
-from allhands.compat import abort_group, set_group_timeout
+from allhands.compat import abort_group, forget_groups, set_group_timeout
 from allhands.errors import WorldError
 from allhands.world import group, interface
 from allhands.world.group import JOINS, World
@@ -63,6 +63,8 @@ class Regrouping:
         #: Not taken in yet; taken in, and without the state of the others.
         self.outside, self.joined = os.environ.get(JOINS) == "1", False
         self._store = _shared_store()
+        #: The group was aborted: what it has given since is not to be used.
+        self.aborted, self._lock = False, threading.Lock()
         self._watch: threading.Thread | None = None
         self._watched = threading.Event()
 
@@ -105,6 +107,12 @@ class Regrouping:
                 return None
             time.sleep(_LOOK_EVERY)
 
+    def check(self) -> None:
+        """Raise `WorldError` where the group was aborted: on a GPU, operations then end without a
+        word, and what they give is not to be used."""
+        if self.aborted:
+            raise WorldError("the process group was aborted, as a worker is lost")
+
     def enter(self, membership: Membership) -> World:
         """Leave the group without the help of the others, and make that of a membership.
 
@@ -115,6 +123,7 @@ class Regrouping:
         """
         self.epoch = membership.epoch
         rank = membership.members.index(self._own)
+        self.leave()
         world = _regroup(membership.epoch, rank, len(membership.members), self.changed)
         self.outside = False
         self._begin_watch()
@@ -124,7 +133,7 @@ class Regrouping:
         """Let what waits in the group fail once a member is lost: not every process has a
         connection to one that is gone."""
         self.end_watch()
-        self._watched = threading.Event()
+        self.aborted, self._watched = False, threading.Event()
         self._watch = threading.Thread(
             target=self._look_for_losses,
             args=(self.epoch, self._watched, self._store.clone()),
@@ -141,6 +150,23 @@ class Regrouping:
         """The group is left, or the training has ended."""
         self._watched.set()
 
+    def leave(self) -> None:
+        """Let go of the group, of which some process may be gone. What waits in it fails."""
+        self.end_watch()
+        state = group.state()
+        assert state is not None
+        if not state.made_group:
+            return
+        self._abort()
+        state.made_group = False
+        forget_groups()
+
+    def _abort(self) -> None:
+        with self._lock:
+            if not self.aborted:
+                self.aborted = True
+                abort_group()
+
     def _look_for_losses(self, epoch: int, stopped: threading.Event, store: Any) -> None:
         try:
             while not stopped.wait(_LOOK_EVERY):
@@ -148,10 +174,11 @@ class Regrouping:
                     continue
                 if json.loads(store.get(f"{KEY}/{epoch + 1}"))["lost"]:
                     if not stopped.is_set():
-                        abort_group()
+                        self._abort()
                     return
                 if store.check([f"{KEY}/{epoch + 2}"]):
-                    abort_group()
+                    if not stopped.is_set():
+                        self._abort()
                     return
         except (RuntimeError, ValueError):  # the store is gone, and the launcher with it
             return
@@ -171,25 +198,12 @@ def _shared_store() -> Any:
     return store
 
 
-def leave_group() -> None:
-    """Let go of the group, of which some process may be gone. What waits in it fails."""
-    import torch.distributed as dist
-
-    state = group.state()
-    if state is None or not state.made_group or not dist.is_initialized():
-        return
-    abort_group()
-    state.made_group = False
-    group.destroy_group(state.world.backend)
-
-
 def _regroup(epoch: int, rank: int, size: int, superseded: Callable[[], bool]) -> World:
     state = group.state()
     assert state is not None
     assert state.member is not None
     from torch.distributed import PrefixStore
 
-    leave_group()
     store = PrefixStore(f"membership{epoch}", state.store)
     member = replace(state.member, rank=rank, world_size=size)
     deadline = time.monotonic() + state.timeout

@@ -1,0 +1,232 @@
+"""Random deaths, hangs, leaves and joins in an elastic training, whose weights are compared in the
+end with those of a training that nothing disturbed.
+
+    python benchmarks/soak_membership.py --events 200 --workers 4
+    python benchmarks/soak_membership.py --events 20 --workers 2 --device cuda
+
+Workers of one job are killed (SIGKILL), stopped (SIGSTOP) and told to leave (SIGTERM) at random
+moments, also while others are lost, and one is started in the place of each that did not leave. It
+ends with 1, and says why, where the job fails, weights differ by more than 1e-5 of their size, a
+step was lost or taken twice, or a process is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from report import machine, save_json
+
+# nccl takes several workers on one GPU where each is on a host of its own; a name of one will do.
+HOST_NAME = """
+import ctypes, os, platform, socket
+if ctypes.CDLL(None).unshare(0x04000000) == 0:
+    socket.sethostname(f"worker-{os.environ.get('RANK', '')}")
+    platform._uname_cache = None
+"""
+
+SCRIPT = """
+import json, os, sys, time
+from pathlib import Path
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
+import allhands
+
+batch, epochs, pause, device = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
+torch.manual_seed(0)
+x = torch.randn(403, 20)
+y = (x @ torch.randn(20, 5)).argmax(1)
+model = torch.nn.Sequential(
+    torch.nn.Linear(20, 64), torch.nn.GroupNorm(4, 64), torch.nn.Tanh(), torch.nn.Linear(64, 5)
+)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
+data = TensorDataset(x, y)
+loop = allhands.Loop(
+    model=model, optimizer=optimizer, scheduler=(scheduler, "step"), device=device,
+    loaders={
+        "train": DataLoader(data, batch_size=batch, shuffle=True),
+        "valid": DataLoader(data, batch_size=batch),
+    },
+)
+
+def loss_of(batch):
+    inputs, targets = batch
+    return F.cross_entropy(loop.model(inputs), targets)
+
+trains = Path(f"trains-{os.getpid()}")
+for epoch in loop.epochs(epochs):
+    for batch in epoch.train:
+        loop.step(loss_of, batch)
+        trains.touch()
+        time.sleep(pause)
+    epoch.evaluate("valid", loss_of)
+if loop.main:
+    torch.save({name: p.detach().cpu() for name, p in model.named_parameters()}, "final.pt")
+    Path("final.json").write_text(json.dumps([loop.history, loop.global_step]))
+"""
+
+
+def run_alone(folder: Path, script: Path, batch: int, epochs: int, device: str) -> None:
+    """Train in one process, undisturbed."""
+    words = [sys.executable, str(script), str(batch), str(epochs), "0", device]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run(words, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
+
+
+def training(folder: Path) -> list[int]:
+    """The workers that take steps now."""
+    pids = []
+    for path in folder.glob("trains-*"):
+        pid = int(path.name.removeprefix("trains-"))
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZTX":
+                pids.append(pid)
+    return pids
+
+
+def disturb(
+    job: subprocess.Popen[bytes],
+    folder: Path,
+    draw: random.Random,
+    gap: float,
+    leaves: int,
+    seconds: float,
+) -> dict[str, int]:
+    """Let workers die until the job ends, or is ended after `seconds`; how often, by kind."""
+    ends = time.monotonic() + seconds
+    done = {"SIGKILL": 0, "SIGSTOP": 0, "SIGTERM": 0}
+    gone: set[int] = set()
+    while job.poll() is None:
+        if time.monotonic() > ends:
+            job.terminate()
+            job.wait()
+            break
+        time.sleep(min(3 * gap, draw.expovariate(1 / gap)))
+        # Sometimes two at once, or one while the others make up for another.
+        for _ in range(draw.choice((1, 1, 1, 2))):
+            living = sorted(set(training(folder)) - gone)
+            if len(living) < 2:
+                break
+            kinds = ["SIGKILL", "SIGKILL", "SIGSTOP"] + ["SIGTERM"] * (done["SIGTERM"] < leaves)
+            kind = draw.choice(kinds)
+            chosen = draw.choice(living)
+            gone.add(chosen)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(chosen, getattr(signal, kind))
+                done[kind] += 1
+    return done
+
+
+def difference(one: Path, other: Path) -> float:
+    """The largest difference of the weights in two folders, over their size."""
+    mine, theirs = torch.load(one / "final.pt"), torch.load(other / "final.pt")
+    return max(float((mine[k] - theirs[k]).norm() / theirs[k].norm()) for k in theirs)
+
+
+def soak(
+    events: int, workers: int, device: str, seed: int, gap: float, seconds: float
+) -> dict[str, Any]:
+    """One job; what has happened, with "wrong": what should not have."""
+    draw, batch, pause = random.Random(seed), 8, 0.02
+    steps = -(-403 // (batch * workers))
+    # A joining worker takes some seconds to start, in which nobody else may be left to kill.
+    epochs = max(3, int(events * gap * 1.5 / (steps * pause)))
+    with tempfile.TemporaryDirectory() as name:
+        alone, together = Path(name, "alone"), Path(name, "together")
+        alone.mkdir()
+        together.mkdir()
+        script = Path(name, "train.py")
+        script.write_text((HOST_NAME if device == "cuda" else "") + SCRIPT)
+        run_alone(alone, script, batch * workers, epochs, device)
+        words = ["launch", "-n", str(workers), "--elastic", "--max-restarts", "1000000"]
+        words += [str(script), str(batch), str(epochs), str(pause), device]
+        program = "from allhands.cli.main import main; main()"
+        environment = os.environ | {"ALLHANDS_SOAK": str(os.getpid()), "OMP_NUM_THREADS": "1"}
+        began = time.monotonic()
+        with (together / "log").open("wb") as log:
+            job = subprocess.Popen(
+                [sys.executable, "-c", program, *words],
+                cwd=together,
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+            done = disturb(job, together, draw, gap, workers - 2, seconds)
+        said = (together / "log").read_text(errors="replace")
+        waits = [
+            float(line.rpartition("(")[2].removesuffix(" s)"))
+            for line in said.splitlines()
+            if "membership " in line and line.endswith(" s)")
+        ]
+        found: dict[str, Any] = {
+            "workers": workers,
+            "device": device,
+            "seed": seed,
+            "seconds": time.monotonic() - began,
+            "events": done,
+            "joins": said.count(" joined"),
+            "regroup_seconds": {"median": statistics.median(waits), "most": max(waits)}
+            if waits
+            else None,
+        }
+        wrong = [] if job.returncode == 0 else [f"exit code {job.returncode}"]
+        if not wrong:
+            mine, theirs = (json.loads((f / "final.json").read_text()) for f in (together, alone))
+            found["difference"] = difference(together, alone)
+            if found["difference"] > 1e-5:
+                wrong.append(f"weights differ by {found['difference']:.2g}")
+            if mine[1] != theirs[1] or mine[0]["step"] != theirs[0]["step"]:
+                wrong.append(f"{mine[1]} steps, and {theirs[1]} alone")
+            for loader in ("train", "valid"):
+                pairs = zip(mine[0][loader]["loss"], theirs[0][loader]["loss"], strict=True)
+                if any(abs(a - b) > 1e-4 for a, b in pairs):
+                    wrong.append(f"losses of '{loader}' differ")
+        left = [pid for pid in os.listdir("/proc") if pid.isdecimal() and _is_ours(pid)]
+        wrong += [f"processes left: {left}"] if left else []
+        if wrong:
+            sys.stderr.write(said[-20_000:])
+        return found | {"wrong": wrong}
+
+
+def _is_ours(pid: str) -> bool:
+    mark = f"ALLHANDS_SOAK={os.getpid()}".encode()
+    with contextlib.suppress(OSError):
+        return mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return False
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--events", type=int, default=20)
+    parser.add_argument("--workers", type=int, default=3)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--gap", type=float, default=2.0, help="mean seconds between two events")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="the longest it may take")
+    parser.add_argument("--save", help="name of a file of results")
+    given = parser.parse_args()
+    found = soak(given.events, given.workers, given.device, given.seed, given.gap, given.seconds)
+    print(json.dumps(found, indent=1))
+    if given.save:
+        save_json(given.save, {"machine": machine(), **found})
+    sys.exit(1 if found["wrong"] else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""Trainings that go on in their processes when a worker is lost: the same weights and metrics as
+one process that nothing disturbed."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.timeouts import patience
+
+from .conftest import Job
+
+pytestmark = pytest.mark.serial
+
+# How each worker is to be lost: words like "2@13:SIGKILL", the rank under which it was started, and
+# the steps (or "e1", the epoch whose evaluation follows) before it.
+SCRIPT = """
+import json, os, signal, sys, time
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
+import allhands
+
+batch, pause, losses = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
+torch.manual_seed(0)
+x = torch.randn(83, 6)
+y = (x @ torch.randn(6, 3)).argmax(1)
+model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.5)
+data = TensorDataset(x, y)
+loop = allhands.Loop(
+    model=model, optimizer=optimizer, scheduler=(scheduler, "step"), logdir="logs",
+    loaders={
+        "train": DataLoader(data, batch_size=batch, shuffle=True),
+        "valid": DataLoader(data, batch_size=batch),
+    },
+)
+
+def loss_of(batch):
+    inputs, targets = batch
+    return {"loss": F.cross_entropy(loop.model(inputs), targets), "size": inputs.abs().mean()}
+
+def maybe(place):
+    for word in losses:
+        who, _, kind = word.partition(":")
+        restarted = os.environ.get("ALLHANDS_ELASTIC_JOINS")
+        if who == f"{os.environ.get('RANK')}@{place}" and not restarted:
+            os.kill(os.getpid(), getattr(signal, kind))
+
+for epoch in loop.epochs(3):
+    for batch in epoch.train:
+        maybe(loop.global_step)
+        loop.step(loss_of, batch)
+        time.sleep(pause)
+    maybe(f"e{epoch.number}")
+    epoch.evaluate("valid", loss_of)
+if loop.main:
+    weights = [p.detach().flatten().tolist() for p in model.parameters()]
+    with open("final.json", "w") as file:
+        json.dump([weights, loop.history, loop.global_step, loop.world.world_size], file)
+"""
+
+
+class Runner:
+    """The same training by a `SupervisedRunner`, with a metric that keeps all outputs."""
+
+    SCRIPT = """
+import json, os, signal, sys
+import torch
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics.classification import MulticlassAUROC
+import allhands
+from allhands.world import current_world
+
+losses = sys.argv[3:]
+torch.manual_seed(0)
+x = torch.randn(83, 6)
+y = (x @ torch.randn(6, 3)).argmax(1)
+
+class Data(Dataset):
+    def __len__(self):
+        return 83
+    def __getitem__(self, index):
+        return x[index], y[index]
+
+class Loses(allhands.Callback):
+    steps = 0
+    def maybe(self, place):
+        for word in losses:
+            who, _, kind = word.partition(":")
+            if who == f"{os.environ.get('RANK')}@{place}":
+                os.kill(os.getpid(), getattr(signal, kind))
+    def on_step_end(self, training):
+        self.steps += 1
+        self.maybe(training.step)
+    def on_evaluate_start(self, training):
+        self.maybe(f"e{training.epoch + 1}")
+
+loses = Loses()
+model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+batch = int(sys.argv[1])
+history = allhands.SupervisedRunner().train(
+    model=model, criterion=torch.nn.CrossEntropyLoss(), num_epochs=3, callbacks=[loses],
+    optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    metrics={"auc": MulticlassAUROC(3)},
+    loaders={
+        "train": DataLoader(Data(), batch_size=batch, shuffle=True),
+        "valid": DataLoader(Data(), batch_size=batch),
+    },
+)
+world = current_world()
+if world is None or world.rank == 0:
+    weights = [p.detach().flatten().tolist() for p in model.parameters()]
+    with open("final.json", "w") as file:
+        json.dump([weights, history, loses.steps, world.world_size if world else 1], file)
+"""
+
+
+def result(folder: Path) -> list[Any]:
+    found: list[Any] = json.loads((folder / "final.json").read_text())
+    return found
+
+
+def alone(folder: Path, script: str, batch: int) -> list[Any]:
+    """What one process comes to, undisturbed."""
+    folder.mkdir()
+    (folder / "script.py").write_text(script)
+    words = [sys.executable, "script.py", str(batch), "0"]
+    subprocess.run(words, cwd=folder, check=True, timeout=patience(120), capture_output=True)
+    return result(folder)
+
+
+def assert_same(mine: list[Any], theirs: list[Any]) -> None:
+    for own, other in zip(mine[0], theirs[0], strict=True):
+        assert own == pytest.approx(other, rel=1e-4, abs=1e-5)
+    for loader in ("train", "valid"):
+        assert mine[1][loader].keys() == theirs[1][loader].keys()
+        for name, values in theirs[1][loader].items():
+            assert mine[1][loader][name] == pytest.approx(values, rel=1e-4), (loader, name)
+    assert mine[1]["step"] == theirs[1]["step"]
+    assert mine[2] == theirs[2], "no step is lost or taken twice"
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        ["2@5:SIGKILL"],
+        # rank 0, in whose place another prints and writes; then another, in an evaluation
+        ["0@0:SIGKILL", "1@e2:SIGKILL"],
+        ["1@3:SIGKILL", "2@3:SIGKILL"],
+        ["1@4:SIGTERM"],
+    ],
+    ids=" ".join,
+)
+def test_the_others_go_on_with_the_same_result(job: Job, losses: list[str]) -> None:
+    code, out, err = job.run("-n", "3", "--elastic", job.script(SCRIPT), "4", "0", *losses)
+    assert code == 0, out + err
+    found = result(job.folder)
+    assert_same(found, alone(job.folder / "alone", SCRIPT, 12))
+    assert found[3] == 3 - len(losses)
+    assert "workers repeat what was interrupted" in out or "1 worker repeat" in out
+    rows = (job.folder / "logs" / "membership.csv").read_text().splitlines()
+    assert rows[0].startswith("time,membership,step,workers,lost,joined,seconds")
+    assert len((job.folder / "logs" / "metrics.csv").read_text().splitlines()) == 4
+
+
+def test_a_stopped_worker_counts_as_lost_and_one_in_its_place_joins(job: Job) -> None:
+    script = job.script(SCRIPT.replace("epochs(3)", "epochs(8)"))
+    words = ("-n", "2", "--elastic", "--max-restarts", "1", script, "6", "0.4", "1@3:SIGSTOP")
+    code, out, err = job.run(*words, timeout=150)
+    assert code == 0, out + err
+    assert "1 worker joined; 2 workers go on" in out
+    assert "started again (1 of 1)" in err
+    found = result(job.folder)
+    assert found[3] == 2
+    assert_same(found, alone(job.folder / "alone", SCRIPT.replace("epochs(3)", "epochs(8)"), 12))
+
+
+def test_a_spare_worker_takes_the_place_of_a_lost_one(job: Job) -> None:
+    words = ("-n", "2", "--spares", "1", "--elastic", job.script(SCRIPT), "6", "0.6", "0@9:SIGKILL")
+    code, out, err = job.run(*words, timeout=150)
+    assert code == 0, out + err
+    found = result(job.folder)
+    assert found[3] == 2, "the spare one takes part"
+    assert_same(found, alone(job.folder / "alone", SCRIPT, 12))
+    assert re.search(r"membership 2: 1 worker joined", out)
+
+
+@pytest.mark.parametrize("losses", [["1@4:SIGKILL", "0@e2:SIGKILL"]], ids=str)
+def test_a_runners_training_goes_on_too(job: Job, losses: list[str]) -> None:
+    script = job.script(Runner.SCRIPT)
+    code, out, err = job.run("-n", "3", "--elastic", script, "4", "0", *losses)
+    assert code == 0, out + err
+    found = result(job.folder)
+    assert found[3] == 1
+    assert_same(found, alone(job.folder / "alone", Runner.SCRIPT, 12))
+
+
+def test_what_cannot_go_on_says_why(job: Job) -> None:
+    sharded = SCRIPT.replace('logdir="logs"', 'strategy=allhands.DDP(optimizer_state="sharded")')
+    code, out, err = job.run("-n", "3", "--elastic", job.script(sharded), "4", "0", "2@5:SIGKILL")
+    assert code != 0
+    assert "cannot go on without starting again: strategy 'ddp'" in out + err
+    assert "--max-restarts" in out + err
+
+
+def test_an_error_of_the_users_ends_the_job_at_once(job: Job) -> None:
+    wrong = SCRIPT.replace("    maybe(f", "    1 / (loop.world.rank - 1)\n    maybe(f")
+    code, _, err = job.run("-n", "2", "--elastic", job.script(wrong), "4", "0")
+    assert code == 1
+    assert "ZeroDivisionError" in err
