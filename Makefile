@@ -14,7 +14,7 @@ TF_VENV ?= .venv-tensorflow
 TF_BIN := $(TF_VENV)/bin
 TENSORFLOW := $(TF_VENV)/installed
 
-.PHONY: help demo test test-all test-cluster test-tensorflow tensorflow-env lint lint-style lint-types lint-docs fix bench bench-gpu soak soak-membership docs conformance horovod clean
+.PHONY: help demo test test-all test-cluster test-tensorflow tensorflow-env lint lint-style lint-types lint-docs fix bench bench-gpu soak soak-membership docs conformance horovod peers clean
 
 help:
 	@echo "make demo   install, train on real digit images with two workers, say where to look"
@@ -27,6 +27,7 @@ help:
 	@echo "make bench  measure against peers on the processors; make bench-gpu: on GPUs; both renew the tables of the documentation"
 	@echo "make conformance   try all trainings under all strategies, and renew docs/what-works.md and the table of docs/loop.md"
 	@echo "make horovod   renew docs/horovod_api.md, the states of Horovod's calls"
+	@echo "make peers CATALYST=FOLDER   renew docs/catalyst_api.md from a folder with Catalyst's source"
 	@echo "make docs   serve the documentation; make clean: remove what was made"
 
 demo: $(DEMO)
@@ -105,6 +106,10 @@ soak: $(DEV)
 
 horovod: $(DEV)
 	$(BIN)/python -m tests.horovod.api.page
+
+# What of Catalyst's names is here, of a folder with its source: make peers CATALYST=../catalyst
+peers: $(DEV)
+	$(BIN)/python -m tests.peers.catalyst_names $(CATALYST)
 
 # Every training of tests/conformance under every strategy; the page is part of the documentation.
 conformance: $(DEV)

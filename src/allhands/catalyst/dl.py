@@ -43,9 +43,40 @@ from allhands.catalyst.setting_callbacks import (
 from allhands.catalyst.supervised_runner import SupervisedRunner
 from allhands.catalyst.translation import refuse_name
 
+# A metric of torchmetrics is computed over a loader in either case.
+BatchMetricCallback = LoaderMetricCallback
+
 _OWN = "class Own(allhands.Runner) with train_step(self, loop, batch): docs/loop.md"
 _METRICS = "train(metrics={'name': a torchmetrics metric})"
 _INSTEAD = {
+    **dict.fromkeys(
+        (
+            "IBackwardCallback",
+            "ICallback",
+            "ICheckpointCallback",
+            "ICriterionCallback",
+            "IMetricCallback",
+            "IOptimizerCallback",
+            "ISchedulerCallback",
+        ),
+        "dl.Callback, or the callback of that kind",
+    ),
+    **dict.fromkeys(
+        ("CallbackWrapper", "ControlFlowCallbackWrapper"),
+        "a dl.Callback with the hooks that are wanted",
+    ),
+    **dict.fromkeys(
+        ("Engine", "DistributedXLAEngine"), "Runner(device=…) and train(distributed=…)"
+    ),
+    "FunctionalBatchMetricCallback": "FunctionalMetricCallback(…, metric_fn=…, metric_key=…)",
+    "ILRUpdater": "train(scheduler=…), with SchedulerCallback(mode='batch')",
+    "ILogger": "a Callback with on_row_end(self, training), which logs training.history",
+    "IRunnerError": "allhands.UserError",
+    "MixupCallback": "handle_batch(self, batch), which mixes the batch",
+    "OptunaPruningCallback": "a Callback with on_row_end(self, training), which calls trial.report",
+    "ProfilerCallback": "train(profile=20, logdir=…)",
+    "SklearnModelCallback": _METRICS,
+    "SoftUpdateCallaback": "a Callback with on_step_end(self, training); examples/own_loop/ema.py",
     "IRunner": "class Own(dl.Runner) with handle_batch(self, batch), and its objects in train()",
     "ISupervisedRunner": _OWN,
     "SelfSupervisedRunner": _OWN,
@@ -68,6 +99,7 @@ _INSTEAD = {
         (
             "ConfusionMatrixCallback",
             "CMCScoreCallback",
+            "ReidCMCScoreCallback",
             "SklearnBatchCallback",
             "SklearnLoaderCallback",
         ),
@@ -84,6 +116,7 @@ __all__ = [
     "AUCCallback",
     "AccuracyCallback",
     "BackwardCallback",
+    "BatchMetricCallback",
     "BatchOverfitCallback",
     "BatchTransformCallback",
     "Callback",

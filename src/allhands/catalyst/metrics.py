@@ -75,7 +75,14 @@ def accuracy(
 
 def __getattr__(name: str) -> Any:
     instead = "a metric of torchmetrics, or a callback of dl that measures"
-    known = name.endswith("Metric") or name in ("auc", "dice", "iou", "hitrate", "map", "mrr")
+    known = name.endswith(("Metric", "Squared")) or name in (
+        "auc",
+        "dice",
+        "iou",
+        "hitrate",
+        "map",
+        "mrr",
+    )
     refuse_name("metrics", name, {name: instead} if known else {})
 
 
