@@ -17,7 +17,7 @@ def test_a_page_from_a_folder(tmp_path: Path) -> None:
         "runners": "from catalyst.runners.runner import Runner as Runner, _private",
         "callbacks": "from catalyst.callbacks.odd import OddCallback, IS_THERE",
         "callbacks/metrics": "from catalyst.callbacks.metrics.auc import AUCCallback",
-        "engines": "from catalyst.engines import *",
+        "engines": "from catalyst.step_engines import *",
         "loggers": "if True:\n    from catalyst.loggers.csv import CSVLogger",
         "metrics": "from catalyst.metrics.additive import AdditiveMetric, AUCMetric",
         "utils": "from catalyst.utils.torch import set_requires_grad, any2device",

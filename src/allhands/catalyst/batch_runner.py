@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from allhands.catalyst.callback import Callback, has_hook
-from allhands.catalyst.engine import BatchEngine, SteppingOptimizer
+from allhands.catalyst.step_engine import BatchEngine, SteppingOptimizer
 from allhands.errors import UserError
 from allhands.loop.step_function import Rows
 from allhands.runner.callbacks import call_hook

@@ -8,8 +8,8 @@ import torch
 
 from allhands.catalyst.batch_callbacks import BatchPart, MetricCallback
 from allhands.catalyst.batch_runner import BatchRunner, models_in
-from allhands.catalyst.engine import BatchEngine
 from allhands.catalyst.loader_means import LoaderMeans
+from allhands.catalyst.step_engine import BatchEngine
 from allhands.data import build_feeds, preserved_generators, seed_everything, to_device
 from allhands.loop.logged import Logged
 from allhands.loop.reporter import Reporter

@@ -187,7 +187,6 @@ class Agent:
         if self.store:
             self.store.stop()
         self.store = StoreHost(address)
-        # Under which of them the other hosts reach the store is for them to find out.
         reachable = reachable_addresses() if self.store.is_open_to_all else [address]
         self.send(
             event="store", port=self.store.port, addresses=reachable, interfaces=own_addresses()
@@ -214,8 +213,7 @@ class Agent:
     ) -> None:
         self.beat_timeout, self.scratch, self.hold = heartbeat_timeout, scratch, hold
         self.running = True
-        # Objects that exist now are never collected in the workers, so their memory pages stay
-        # shared.
+        # What exists now is never collected in the workers, so its pages stay shared.
         gc.collect()
         gc.freeze()
         if self.store:
@@ -436,9 +434,7 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     processes.adopt_orphans()
     agent = Agent(requests, events)
-    # None of these is for this process. It ends when the launcher does or says so; a scheduler that
-    # signals every process of the job must not cut short the time that the launcher gives the
-    # workers for saving.
+    # None of these is for this process, which ends when the launcher does or says so.
     for number in processes.REQUESTS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, _: agent.on_heard(number))

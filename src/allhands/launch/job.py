@@ -20,7 +20,7 @@ from allhands.errors import AllhandsError, HostError, WorkerError
 from allhands.launch.hosts import deal
 from allhands.launch.job_nodes import Host, JobNode, check_versions, ranks_of
 from allhands.launch.options import Options
-from allhands.launch.output import Output, show
+from allhands.launch.output import Output, show, silence_stdout
 from allhands.launch.plan import Command, HostPart, tasks_of
 from allhands.launch.recovery import Recovery
 from allhands.launch.signals import restore, stop_on_signals
@@ -66,8 +66,8 @@ class Job:
         slots = slots if slots is not None else [None] * len(hosts)
         counts: Sequence[int | None] = slots
         if options.workers is not None:
-            wanted = options.workers + options.spares
-            counts = deal([host.name for host in hosts], slots, wanted)
+            names = [host.name for host in hosts]
+            counts = deal(names, slots, options.workers + options.spares)
         places = [range(index, options.servers, len(hosts)) for index in range(len(hosts))]
         self.nodes = [JobNode(*one) for one in zip(hosts, counts, places, strict=True)]
         for node in [node for node in self.nodes if node.workers == 0 and not node.servers]:
@@ -78,10 +78,10 @@ class Job:
             options.server_restarts,
             options.on_worker_failure,
             options.max_restarts,
+            self._say,
             options.elastic,
             options.min_workers or 1,
             options.spares,
-            self._say,
         )
         self.supervisor = Supervisor(
             [],
@@ -119,7 +119,7 @@ class Job:
             except BrokenPipeError:
                 # Whoever read our output has left, as `head` does; other programs end with this
                 # code then.
-                _silence_stdout()
+                silence_stdout()
                 return 128 + signal.SIGPIPE
         finally:
             self._close()
@@ -280,8 +280,6 @@ class Job:
     def _round(self, attempt: int) -> Worker | None:
         nodes = self._here()
         port, places = self._meet(nodes)
-        # A failed attempt's store, with the addresses of processes that are gone, is never seen by
-        # the next one.
         tasks = tasks_of(
             self.command.task(),
             places,
@@ -447,10 +445,3 @@ class Job:
     @staticmethod
     def _say(text: str) -> None:
         show(sys.stderr, f"allhands: {text}\n".encode("utf-8", "backslashreplace"))
-
-
-def _silence_stdout() -> None:
-    """Keep Python from complaining about the same closed pipe again when it exits."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    os.close(null)

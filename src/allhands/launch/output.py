@@ -127,3 +127,10 @@ def show(stream: Any, data: bytes) -> None:
     except BrokenPipeError:
         if stream is not sys.stderr:
             raise
+
+
+def silence_stdout() -> None:
+    """Keep Python from complaining about the same closed pipe again when it exits."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.close(null)

@@ -19,6 +19,8 @@ SERVER = "allhands.kvstore.parameter_server"
 ON_WORKER_FAILURE = "ALLHANDS_ON_WORKER_FAILURE"
 WORKER_RESTART = "ALLHANDS_WORKER_RESTART"
 SERVER_RESTART = "ALLHANDS_SERVER_RESTART"
+# By default a process whose peer is gone is ended by a thread of PyTorch's.
+_ELASTIC_DEFAULTS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,7 @@ def tasks_of(
                     "defaults": place.defaults,
                 }
             )
+        defaults = {**(_ELASTIC_DEFAULTS if elastic else {}), **place.defaults}
         for local in range(place.workers):
             own = env(rank, local)
             if rank >= world_size:
@@ -163,7 +166,7 @@ def tasks_of(
             across = [node for node, other in enumerate(places) if other.workers > local]
             horovod = horovod_alias.variables(own, across.index(node_rank), len(across))
             there.append(
-                {**task, "rank": rank, "env": own, "defaults": place.defaults, "horovod": horovod}
+                {**task, "rank": rank, "env": own, "defaults": defaults, "horovod": horovod}
             )
             rank += 1
         tasks.append(there)

@@ -57,10 +57,10 @@ class Recovery:
         server_restarts: int = 0,
         on_worker_failure: str = STOP,
         max_restarts: int = 0,
+        say: Callable[[str], None] = lambda _: None,
         elastic: bool = False,
         least: int = 1,
         spares: int = 0,
-        say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.server_restarts, self.on_worker_failure, self.max_restarts = (
             server_restarts,

@@ -71,7 +71,7 @@ class Supervisor:
         self._not_begun: set[int] = set()
         self._taken: set[int] = set()  # signals of `passed` that have reached a worker
         self.stopping_since: float | None = None
-        # When the workers that have not stopped on request, as others have, are stopped.
+        # When workers that have not stopped on request are stopped.
         self._leave_by: float | None = None
         self._killed = False
         self._not_loaded: set[int] = set()
@@ -239,8 +239,7 @@ class Supervisor:
 
     def is_asked_to_end(self) -> bool:
         """Whether a signal asks for the end of the job while no worker runs that could take it."""
-        if self.kept and not self.signals:
-            self.signals.append(self.kept[0])
+        self.signals += self.kept[:1] if not self.signals else []
         return bool(self.signals)
 
     def stopped_by(self) -> int | None:

@@ -22,13 +22,13 @@ from allhands.loop.bound_loop import BoundLoop
 from allhands.loop.compiling import compiling
 from allhands.loop.generators import generator_states
 from allhands.loop.history import Values
+from allhands.loop.loader_steps import LoaderSteps
 from allhands.loop.logged import Logged
 from allhands.loop.loop_checkpoints import LoopCheckpoints
 from allhands.loop.loss_mean import LossMean
 from allhands.loop.optimizer_group import OptimizerGroup
 from allhands.loop.passes import DataPasses
 from allhands.loop.position import Position
-from allhands.loop.reading import Reading
 from allhands.loop.recomputing import recomputing
 from allhands.loop.reporter import Reporter
 from allhands.loop.schedule import learning_rates, length_of_training
@@ -227,7 +227,7 @@ class BaseLoop(BoundLoop):
         position = self.position
         assert position is not None
         rows = self._rows.get(feed.name)
-        self._reading = Reading(self, feed, position)
+        self._reading = LoaderSteps(self, feed, position)
         for batch in self.due(self._reading):
             self._open = feed, batch[2], rows
             yield batch

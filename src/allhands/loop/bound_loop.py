@@ -15,10 +15,10 @@ from allhands.data import CountedRows, Feed, build_feeds
 from allhands.errors import UserError, WorldError
 from allhands.loop.elastic import Elastic, regrouping_of
 from allhands.loop.grouped import GroupedLoop
+from allhands.loop.loader_steps import LoaderSteps
 from allhands.loop.loop_checkpoints import LoopCheckpoints
 from allhands.loop.optimizer_group import OptimizerGroup
 from allhands.loop.position import Position
-from allhands.loop.reading import Reading
 from allhands.loop.reporter import Reporter
 from allhands.loop.settings import LoopSettings, check_sync_batch_norm
 from allhands.loop.task import Task
@@ -45,7 +45,7 @@ class BoundLoop(GroupedLoop, ABC):
     slices: Any
     task: Task
     # The steps that are left of a loader that is trained on.
-    _reading: Reading | None = None
+    _reading: LoaderSteps | None = None
     # The loader, samples and rows of a batch that no step was taken with.
     _open: tuple[Feed, int, CountedRows | None] | None = None
 

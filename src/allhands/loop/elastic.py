@@ -52,7 +52,7 @@ def regrouping_of(world: World) -> Regrouping | None:
     if began_with() is None or not worker.active():
         return None
     if _regrouping is None:
-        _regrouping = Regrouping()
+        _regrouping = Regrouping(worker.fail)
         if _regrouping.outside:
             _join(_regrouping)
         else:

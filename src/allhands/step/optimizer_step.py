@@ -92,11 +92,9 @@ class OptimizerStep:
         self._items: Any = 0.0  # what this rank's losses of the step count
         #: Names the parts of a step for whoever records a timeline.
         self.label: Callable[[str], AbstractContextManager[Any]] = _unlabelled
-        #: Called once on all ranks, before the first update: whether this rank had a sample, and
-        #: its first loss.
+        #: Called once, before the first update: whether this rank had a sample, and its first loss.
         self.before_first_update: Callable[[bool, float | None], None] | None = None
-        #: Called before each update, on all ranks, where gradients are exchanged before it.
-        self.before_update: Callable[[], None] | None = None
+        self.before_update: Callable[[], None] | None = None  #: called where it follows an exchange
         self._first_value: torch.Tensor | None = None
         self._failed: NonFiniteLossError | None = None
         self._weights: dict[float, torch.Tensor] = {}

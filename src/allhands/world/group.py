@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _FINALIZE_S = 10.0
-# Seconds in which processes that have met just now are to connect.
-_CONNECT_S = 30.0
 # The variable of a process that takes part later.
 JOINS = "ALLHANDS_ELASTIC_JOINS"
 # What starts processes and does not notice that one of them hangs, is stopped, or lost its network.
@@ -85,10 +83,8 @@ class _State:
     store: Any = None  # rank 0's listener lives as long as this object
     failure_detector: failure_detector.FailureDetector | None = None
     # Of a world whose members may change.
-    layout: Layout | None = None
     member: Member | None = None
     place: str = ""
-    timeout: float = 0.0
 
 
 _state: _State | None = None
@@ -231,7 +227,7 @@ def _start(request: InitRequest, environ: Environ) -> _State:
     )
     if environ.get(JOINS) == "1":
         opened.everyone_came()
-        return _outside(request, layout, opened, member, timeout)
+        return _outside(request, layout, opened, member)
     try:
         members = meet_all(opened.store, member, opened.place, deadline)
     finally:
@@ -263,16 +259,12 @@ def _start(request: InitRequest, environ: Environ) -> _State:
         set_ifname=set_ifname,
         store=opened.store,
         failure_detector=detector,
-        layout=layout,
         member=member,
         place=opened.place,
-        timeout=timeout,
     )
 
 
-def _outside(
-    request: InitRequest, layout: Layout, opened: OpenStore, member: Member, timeout: float
-) -> _State:
+def _outside(request: InitRequest, layout: Layout, opened: OpenStore, member: Member) -> _State:
     """The world of a process that takes part later: `regroup` makes its group, and gives it its
     rank."""
     local_rank = layout.local_rank or 0
@@ -291,10 +283,8 @@ def _outside(
         request,
         made_group=False,
         store=opened.store,
-        layout=layout,
         member=member,
         place=opened.place,
-        timeout=timeout,
     )
 
 

@@ -21,6 +21,7 @@ from allhands.world import group, interface
 from allhands.world.group import JOINS, World
 from allhands.world.layout import Layout
 from allhands.world.membership import SupersededError
+from allhands.world.request import DEFAULT_TIMEOUT
 
 # The variable of the workers of an elastic job: with how many workers it begins.
 ELASTIC = "ALLHANDS_ELASTIC"
@@ -29,6 +30,8 @@ KEY = "elastic/membership"
 STOP_KEY = "elastic/stop"
 # Seconds in which processes that have met just now are to connect.
 _CONNECT_S = 30.0
+# Seconds for aborting a group.
+_ABORT_S = 60.0
 _LOOK_EVERY = 0.05
 
 
@@ -53,11 +56,15 @@ class Membership:
 class Regrouping:
     """The memberships of this process's world.
 
+    Args:
+        on_stuck: called with a line where the group cannot be left; is to end this process.
+
     Attributes:
         epoch: of the membership in which this process is, or was last.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_stuck: Callable[[str], Any]) -> None:
+        self._on_stuck = on_stuck
         self.epoch = 0
         self._own = int(os.environ["RANK"])
         #: Not taken in yet; taken in, and without the state of the others.
@@ -163,9 +170,20 @@ class Regrouping:
 
     def _abort(self) -> None:
         with self._lock:
-            if not self.aborted:
-                self.aborted = True
-                abort_group()
+            if self.aborted:
+                return
+            self.aborted = True
+            limit = self._limit()
+            abort_group()
+            limit.cancel()
+
+    def _limit(self) -> threading.Timer:
+        """Ends this process where aborting takes too long."""
+        text = f"the process group was not aborted within {_ABORT_S:.0f} s after a worker was lost"
+        timer = threading.Timer(_ABORT_S, self._on_stuck, (text,))
+        timer.daemon = True
+        timer.start()
+        return timer
 
     def _look_for_losses(self, epoch: int, stopped: threading.Event, store: Any) -> None:
         try:
@@ -206,14 +224,15 @@ def _regroup(epoch: int, rank: int, size: int, superseded: Callable[[], bool]) -
 
     store = PrefixStore(f"membership{epoch}", state.store)
     member = replace(state.member, rank=rank, world_size=size)
-    deadline = time.monotonic() + state.timeout
+    seconds = state.request.timeout or DEFAULT_TIMEOUT.total_seconds()
+    deadline = time.monotonic() + seconds
     members = group.meet_all(store, member, state.place, deadline, superseded)
     interface.set_for_gloo(members, rank)
     world = state.world
     if superseded():
         raise SupersededError("the members of the world have changed again")
     group.make_group(store, world.backend, world.device, Layout(rank, size), _CONNECT_S)
-    set_group_timeout(state.timeout)
+    set_group_timeout(seconds)
     state.made_group = True
     hosts = list(dict.fromkeys(other.host for other in members))
     told = {

@@ -247,9 +247,9 @@ def test_names_do_not_depend_on_how_often_a_function_was_traced(workers: Workers
 
 def _unread() -> float:
     places = []
-    made = graphs.Place.__init__
+    made = graphs.GraphPlace.__init__
 
-    def noted(place: graphs.Place, *args: Any) -> None:
+    def noted(place: graphs.GraphPlace, *args: Any) -> None:
         made(place, *args)
         places.append(place)
 
@@ -258,7 +258,7 @@ def _unread() -> float:
         hvd.allreduce(mine(1), name="nobody reads this")
         return hvd.allreduce(mine(1), name="read")
 
-    with mock.patch.object(graphs.Place, "__init__", noted):
+    with mock.patch.object(graphs.GraphPlace, "__init__", noted):
         values = [step().numpy().item() for _ in range(40)]
     assert len(places) == 2
     assert all(len(place._open) <= graphs.KEPT for place in places)

@@ -11,8 +11,8 @@ from typing import Any, ParamSpec, TypeVar, cast
 import tensorflow as tf
 
 from allhands.errors import AllhandsError, UserError
-from allhands.horovod.tensorflow.arrays import check_dtype, to_arrays, to_torch
-from allhands.horovod.tensorflow.graphs import Part, Submit, exchange_in_graph
+from allhands.horovod.tensorflow.conversions import check_dtype, to_arrays, to_torch
+from allhands.horovod.tensorflow.graphs import GraphPart, Submit, exchange_in_graph
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -76,21 +76,21 @@ def exchange(
     eager = tf.executing_eagerly()
     if batches is None:
         own = name if eager else _graph_name(kind, name, ignore_name_scope)
-        parts = [Part(submit, own, list(range(len(tensors))), list(range(len(shapes))))]
+        parts = [GraphPart(submit, own, list(range(len(tensors))), list(range(len(shapes))))]
     else:
         parts = []
         for number, batch in enumerate(batches):
             own = derived(name, str(number))
             own = own if eager else _graph_name(kind, own, ignore_name_scope)
             parts.append(
-                Part(functools.partial(submit, batch=batch), own, list(batch), list(batch))
+                GraphPart(functools.partial(submit, batch=batch), own, list(batch), list(batch))
             )
     if eager:
         return _at_once(parts, tensors, results)
     return exchange_in_graph(parts, tensors, shapes, results)
 
 
-def _at_once(parts: list[Part], tensors: list[Any], dtypes: list[Any]) -> list[Any]:
+def _at_once(parts: list[GraphPart], tensors: list[Any], dtypes: list[Any]) -> list[Any]:
     handles = [
         part.submit([to_torch(tensors[i].numpy()) for i in part.takes], part.name) for part in parts
     ]

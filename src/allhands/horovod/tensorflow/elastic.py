@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from allhands.errors import UserError
 from allhands.horovod.elastic import ObjectState, State, run
-from allhands.horovod.tensorflow.arrays import to_array, to_torch
+from allhands.horovod.tensorflow.conversions import to_array, to_torch
 from allhands.horovod.tensorflow.variables import is_generator_state
 
 __all__ = ["ObjectState", "State", "TensorFlowKerasState", "TensorFlowState", "run"]

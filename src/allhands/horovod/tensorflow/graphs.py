@@ -26,7 +26,7 @@ import torch
 
 from allhands.errors import UserError
 from allhands.horovod.handles import Handle
-from allhands.horovod.tensorflow.arrays import to_arrays, to_torch
+from allhands.horovod.tensorflow.conversions import to_arrays, to_torch
 
 # Takes torch tensors that share TensorFlow's memory and a name (None: the engine counts), and
 # returns the engine's handle. Where there are batches it also takes which tensors these are, as
@@ -40,7 +40,7 @@ KEPT = 16
 
 
 @dataclass(frozen=True)
-class Part:
+class GraphPart:
     """One collective: which of the tensors it takes, and which of the results it gives."""
 
     submit: Submit
@@ -50,11 +50,11 @@ class Part:
 
 
 def exchange_in_graph(
-    parts: list[Part], tensors: list[Any], shapes: Sequence[Any], dtypes: list[Any]
+    parts: list[GraphPart], tensors: list[Any], shapes: Sequence[Any], dtypes: list[Any]
 ) -> list[Any]:
     """Build the operations of one exchange: `bridge.exchange` in a graph."""
     _refuse_xla(parts[0].name or "")
-    place = Place(parts, [[dtypes[i] for i in part.gives] for part in parts])
+    place = GraphPlace(parts, [[dtypes[i] for i in part.gives] for part in parts])
     with tf.name_scope("allhands"):
         ticket: Any = tf.constant(-1, tf.int64)
         for number, part in enumerate(parts):
@@ -74,7 +74,7 @@ def exchange_in_graph(
     return results
 
 
-class Place:
+class GraphPlace:
     """One place in a graph where tensors are exchanged. TensorFlow may come there again before the
     results of the last times are read.
 
@@ -82,11 +82,11 @@ class Place:
         kinds: the dtypes of the results, for each part.
     """
 
-    def __init__(self, parts: list[Part], kinds: list[list[Any]]) -> None:
+    def __init__(self, parts: list[GraphPart], kinds: list[list[Any]]) -> None:
         self._parts, self.kinds = parts, kinds
         self._lock = threading.Lock()
         self._times = 0
-        self._open: dict[int, list[_Call]] = {}  # of each time, until it is read
+        self._open: dict[int, list[_GraphCall]] = {}  # of each time, until it is read
         self._unread: set[int] = set()  # queues with a token that nobody has waited for
         self._queues: list[Any] = []
         with tf.init_scope():
@@ -108,7 +108,7 @@ class Place:
                 self._open[int(ticket)] = []
                 if self._open.pop(int(ticket) - KEPT, None) is not None:
                     self._unread.add(int(ticket) % KEPT)
-            call = _Call(part.submit, [to_torch(array) for array in arrays], part.name)
+            call = _GraphCall(part.submit, [to_torch(array) for array in arrays], part.name)
             self._open[int(ticket)].append(call)
         call.when_over(functools.partial(self._tell, int(ticket)))
         _by_name.add(call)
@@ -163,7 +163,7 @@ def _token() -> Any:
         return tf.constant(0, tf.int64)
 
 
-class _Call:
+class _GraphCall:
     """An operation that is handed over by a graph, and begun when the last one of its name is
     over."""
 
@@ -218,11 +218,11 @@ class _ByName:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: defaultdict[str, deque[_Call]] = defaultdict(deque)
+        self._waiting: defaultdict[str, deque[_GraphCall]] = defaultdict(deque)
         self._thread: threading.Thread | None = None
-        self.over: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        self.over: queue.SimpleQueue[_GraphCall] = queue.SimpleQueue()
 
-    def add(self, call: _Call) -> None:
+    def add(self, call: _GraphCall) -> None:
         """Begin it, now or when those before it are over."""
         with self._lock:
             if self._thread is None:

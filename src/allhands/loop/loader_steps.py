@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from allhands.loop.bound_loop import BoundLoop
 
 
-class Reading:
+class LoaderSteps:
     """The steps that are left of a loader's epoch, as this rank's batches.
 
     Args:
