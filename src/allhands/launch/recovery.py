@@ -143,6 +143,11 @@ class Recovery:
         """See to what has failed. To be called while no process is being stopped."""
         if not self.may_act:
             return
+        if self.elastic and not self.members.is_taken_up:
+            # One that has come to its end does not meet the others, who repeat what it has done.
+            for rank in list(self.members.ranks):
+                if self._workers[rank].exit == {"code": 0}:
+                    self.members.lose(rank, f"{self._workers[rank].name} has come to its end")
         agents = {rank: agent for agent in self._agents for rank in agent.ranks}
         # Workers before servers, which are of use only while workers run.
         for rank in sorted(agents, key=lambda rank: (rank < 0, abs(rank))):

@@ -30,6 +30,8 @@ def announce(loop: GroupedLoop, schedule_note: str) -> None:
             loop.reporter.line(note)
         if group.schedule.scheduler is not None:
             loop.reporter.line(group.schedule.describe())
+    if loop.elastic is not None and (why := loop.elastic.refused()):
+        loop.reporter.line(f"note: a lost worker ends this training in spite of --elastic: {why}")
     if schedule_note:
         loop.reporter.line(schedule_note)
     if settings.logdir is None and slurm.wants_requeue(os.environ):

@@ -65,6 +65,11 @@ class BoundLoop(GroupedLoop, ABC):
         self.groups: dict[str, OptimizerGroup] = {}
         self.bind()
 
+    @property
+    def held_by_ranks(self) -> list[str]:
+        """Names of objects of the user's that each rank has for itself."""
+        return []
+
     @abstractmethod
     def batches_left(self, feed: Feed, position: Position) -> Iterator[Any]:
         """The batches for this rank of the steps of the epoch that are left."""

@@ -112,9 +112,8 @@ class Elastic:
         self._shared: Sums = ({}, {})
         self._about_to_share: Sums = ({}, {})
         self._about_to_keep: tuple[Any, list[dict[str, torch.Tensor]]] | None = None
-        self._counted: Any = (
-            None  # where the last unit was a step: what it has changed beside weights
-        )
+        # Where the last unit was a step: what it has changed beside weights.
+        self._counted: Any = None
         self._buffers: list[torch.Tensor] = []
         self._log = MembershipLog(loop)
 
@@ -236,6 +235,8 @@ class Elastic:
     def refused(self) -> str:
         """Why this training cannot go on in its processes, as a sentence; "" where it can."""
         loop = self.loop
+        if loop.held_by_ranks:
+            return f"'{loop.held_by_ranks[0]}' was registered with each_rank=True"
         for group in loop.groups.values():
             strategy = group.strategy
             if takes_closure(group.optimizer):
@@ -261,11 +262,9 @@ class Elastic:
         Returns:
             Whether another rank had done the unit, so that it is not to be done again.
         """
-        began = time.monotonic()
-        if error is not None:
-            if not is_loss(error, self.regrouping):
-                raise error
-            error.__traceback__ = None  # its frames hold operations of the group
+        began, units = time.monotonic(), self.units
+        if error is not None and not is_loss(error, self.regrouping):
+            raise error
         refused = self.refused()
         while True:
             membership = self.regrouping.newest(_LONGEST_WAIT if error is not None else 0.0)
@@ -280,30 +279,28 @@ class Elastic:
                     "resume='auto', so that all workers start again from the newest checkpoint"
                 )
             try:
-                behind = self._regroup(membership)
+                self._regroup(membership)
             except (RuntimeError, WorldError) as again:
                 if not is_loss(again, self.regrouping):
                     raise
-                again.__traceback__ = None
                 error = again
                 continue
             break
         worker.take_up(membership.epoch)
         self.loop.regrouped()
         self._log.add(membership, time.monotonic() - began, error is not None)
-        return behind
+        return self.units > units
 
-    def _regroup(self, membership: Membership) -> bool:
+    def _regroup(self, membership: Membership) -> None:
         loop = self.loop
         loop.leave()
         self.regrouping.enter(membership)
         calls.restart()
         loop.bind()
         loop.checkpoints.meet()
-        behind = self._share_state(False)
+        self._share_state(False)
         loop.checkpoints.open()
         loop.agreement.begin(loop.global_step + loop.evaluated)
-        return behind
 
     def receive(self) -> None:
         """In a process that is taken in: put the training where the others are."""
@@ -311,12 +308,8 @@ class Elastic:
         self._share_state(True)
         worker.take_up(self.regrouping.epoch)
 
-    def _share_state(self, joins: bool) -> bool:
-        """All ranks get the state of the one that is furthest, where some are not as far.
-
-        Returns:
-            Whether this rank was not.
-        """
+    def _share_state(self, joins: bool) -> None:
+        """All ranks get the state of the one that is furthest, where some are not as far."""
         loop, world = self.loop, self.world
         own = {
             "units": -1 if joins else self.units,
@@ -334,7 +327,7 @@ class Elastic:
             self._restore_buffers()
             self._take_up_measured()
             self._go_on()
-            return False
+            return
         state = _broadcast(self._state() if world.rank == source else None, source, world)
         behind = own["units"] < newest
         self.units, self._result = newest, state["result"]
@@ -350,7 +343,6 @@ class Elastic:
             self._measured = loop.measures[state["of"]], state["measured"]
         self._take_up_measured()
         self._go_on()
-        return behind
 
     def _go_on(self) -> None:
         """The next steps are read and looked at as by a rank that begins with them."""

@@ -96,6 +96,10 @@ class OwnSteps(PassesByHand, Reports):
         self.others = place_others(self._models, self._parts, self.world)
         super().bind()
 
+    @property
+    def held_by_ranks(self) -> list[str]:
+        return [name for name, (_, each_rank) in self.registered.items() if each_rank]
+
     def look_again(self) -> None:
         super().look_again()
         self.misuse.begin()
