@@ -84,17 +84,14 @@ def gradient_hooks(parameter: Any) -> list[Any]:
     return [hook for hooks in kinds for hook in (hooks or {}).values()]
 
 
-def abort_group(group: Any = None) -> None:
-    """End what waits in a process group (None: the default one), and close its connections.
+def abort_group() -> None:
+    """End what waits in the default process group, of nccl; PyTorch has no public way for this.
 
-    Destroying a group leaves connections open that a failed operation still holds, on which other
-    ranks then wait; PyTorch has no public way for this.
+    With gloo it does nothing (tried with 2.13).
     """
     from torch.distributed import distributed_c10d
 
-    if group is None:
-        group = distributed_c10d._get_default_group()
-    group.abort()
+    distributed_c10d._get_default_group().abort()
 
 
 def forget_groups() -> None:

@@ -10,12 +10,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from allhands.errors import AllhandsError, WorldError
 from allhands.world import failure_detector, interface, mpilib
+from allhands.world.connections import noted
 from allhands.world.detection import find_environment
 from allhands.world.devices import choose_backend, only_gpu_name, pick_device, visible_gpus
 from allhands.world.layout import Environ, Layout
@@ -327,7 +329,8 @@ def make_group(
     if backend == "nccl":
         extra["device_id"] = device
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **extra)
+        with noted() if backend == "gloo" else nullcontext():
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **extra)
     except AllhandsError:
         raise
     except RuntimeError as error:

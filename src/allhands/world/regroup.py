@@ -17,14 +17,13 @@ from typing import Any
 
 from allhands.compat import abort_group, forget_groups, set_group_timeout
 from allhands.errors import WorldError
-from allhands.world import group, interface
+from allhands.world import connections, group, interface
+from allhands.world.connections import ELASTIC
 from allhands.world.group import JOINS, World
 from allhands.world.layout import Layout
 from allhands.world.membership import SupersededError
 from allhands.world.request import DEFAULT_TIMEOUT
 
-# The variable of the workers of an elastic job: with how many workers it begins.
-ELASTIC = "ALLHANDS_ELASTIC"
 # Of the store's keys: those of the memberships, numbered from 1, and the signal that ends the job.
 KEY = "elastic/membership"
 STOP_KEY = "elastic/stop"
@@ -70,6 +69,7 @@ class Regrouping:
         #: Not taken in yet; taken in, and without the state of the others.
         self.outside, self.joined = os.environ.get(JOINS) == "1", False
         self._store = _shared_store()
+        self._is_nccl = _is_nccl()
         #: The group was aborted: what it has given since is not to be used.
         self.aborted, self._lock = False, threading.Lock()
         self._watch: threading.Thread | None = None
@@ -166,7 +166,10 @@ class Regrouping:
             return
         self._abort()
         state.made_group = False
-        forget_groups()
+        if state.world.backend == "nccl":
+            forget_groups()
+        else:
+            group.destroy_group(state.world.backend)
 
     def _abort(self) -> None:
         with self._lock:
@@ -174,7 +177,9 @@ class Regrouping:
                 return
             self.aborted = True
             limit = self._limit()
-            abort_group()
+            connections.end_all()
+            if self._is_nccl:
+                abort_group()
             limit.cancel()
 
     def _limit(self) -> threading.Timer:
@@ -206,6 +211,11 @@ def began_with() -> int | None:
     """With how many workers the elastic job began that this process is a worker of; None where it
     is of no elastic job."""
     return int(os.environ.get(ELASTIC) or 0) or None
+
+
+def _is_nccl() -> bool:
+    state = group.state()
+    return state is not None and state.world.backend == "nccl"
 
 
 def _shared_store() -> Any:

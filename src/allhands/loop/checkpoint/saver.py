@@ -17,13 +17,12 @@ import torch
 import torch.distributed as dist
 
 from allhands.comm import broadcast_ints
-from allhands.compat import abort_group
 from allhands.errors import WorldError
 from allhands.loop.checkpoint import folder as folders
 from allhands.loop.checkpoint import tree
 from allhands.strategies.held import Held, dealt
 from allhands.version import __version__
-from allhands.world import World
+from allhands.world import World, connections
 
 if TYPE_CHECKING:
     from allhands.loop.checkpoint.storage import Writer
@@ -59,7 +58,8 @@ class Saver:
         if world is not None and self.size > 1:
             # The thread talks while the training does: in a group of its own, or their messages
             # would mix.
-            self.group = dist.new_group(backend="gloo", timeout=DISK_TIMEOUT)
+            with connections.noted():
+                self.group = dist.new_group(backend="gloo", timeout=DISK_TIMEOUT)
             self.owner = broadcast_ints([os.getpid()] if self.rank == 0 else None, world)[0]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="allhands-checkpoint")
         self._thread.submit(_prepare)
@@ -160,7 +160,7 @@ class Saver:
     def abandon(self) -> None:
         """Release the thread and the group, of which some rank is gone."""
         if self.group is not None:
-            abort_group(self.group)
+            connections.end_all()
         if self._pending is not None:
             with contextlib.suppress(TimeoutError):
                 self._pending[1].exception(5.0)

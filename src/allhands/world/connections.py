@@ -1,0 +1,61 @@
+"""The TCP connections of process groups, so that they can be ended where a rank is gone.
+
+gloo gives no way to end an operation that waits for a rank which still lives and waits itself, and
+destroying a group leaves its connections open as long as somebody holds one of its operations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+from collections.abc import Iterator
+
+# The variable of the workers of an elastic job: with how many workers it begins.
+ELASTIC = "ALLHANDS_ELASTIC"
+
+# Of each connection, its descriptor and what tells whether that still is the same one.
+_noted: list[tuple[int, tuple[int, int]]] = []
+
+
+@contextlib.contextmanager
+def noted() -> Iterator[None]:
+    """Within, in a worker of an elastic job, gloo opens the connections that `end_all` ends."""
+    before = _connections() if os.environ.get(ELASTIC) else None
+    try:
+        yield
+    finally:
+        if before is not None:
+            store = int(os.environ.get("MASTER_PORT") or 0)
+            new = _connections().items() - before.items()
+            _noted.extend((fd, same) for fd, same in new if _remote_port(fd) not in (store, None))
+
+
+def end_all() -> None:
+    """End the connections that were noted: whoever waits for something on one gets an error, here
+    and on the other side."""
+    ended, _noted[:] = list(_noted), []
+    now = _connections()
+    for fd, same in ended:
+        if now.get(fd) == same:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _connections() -> dict[int, tuple[int, int]]:
+    """The sockets of this process."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            status = os.stat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                found[int(name)] = status.st_dev, status.st_ino
+    return found
+
+
+def _remote_port(fd: int) -> int | None:
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+        if connection.family in (socket.AF_INET, socket.AF_INET6):
+            return int(connection.getpeername()[1])
+    return None
