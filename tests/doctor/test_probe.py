@@ -110,9 +110,9 @@ def test_strangers_are_named_and_the_token_never_travels(
     for attack in (b"x" * len(TOKEN) + b"k", b"[" * 5000, GREETING + b"\xff" * 300):
         with socket.create_connection(("127.0.0.1", port), 5) as stranger:
             name = stranger.getsockname()[1]
-            stranger.sendall(attack)
-            stranger.shutdown(socket.SHUT_WR)
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # it may be refused before it has sent all
+                stranger.sendall(attack)
+                stranger.shutdown(socket.SHUT_WR)
                 assert stranger.recv(1 << 16)[: len(GREETING)] == GREETING
                 assert stranger.recv(1) in (b"", bytes(1))
         time.sleep(1.1)  # one line a second
