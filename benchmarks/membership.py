@@ -3,7 +3,7 @@
     python benchmarks/membership.py --turns 10
 
 ResNet-18 on images of 32 x 32 (CIFAR-10's from ALLHANDS_DATA; without them, noise of the same
-form), 3 workers on gloo, 16 images a worker. In `allhands --elastic` the others go on and a worker
+form), 3 workers on gloo, 8 images a worker. In `allhands --elastic` the others go on and a worker
 in its place joins; in `torchrun --max-restarts` the same model, by DistributedDataParallel and with
 a checkpoint after each step, is started again. A worker is killed once all have taken some steps;
 contenders take turns. Of `allhands` also: for how long the others stand still as a worker joins, by
@@ -42,15 +42,15 @@ model = ResNet18()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 steps = Path(f"steps-{os.getpid()}").open("w", buffering=1)
 
-def stepped():
-    steps.write(f"{time.time()}\\n")
+def stepped(workers):
+    steps.write(f"{time.time()} {workers}\\n")
 """
 ALLHANDS = (
     COMMON
     + """
 import allhands
 
-loader = DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True)
+loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
 loop = allhands.Loop(model=model, optimizer=optimizer, loaders={"train": loader})
 
 def loss_of(batch):
@@ -60,7 +60,7 @@ def loss_of(batch):
 for epoch in loop.epochs(1000):
     for batch in epoch.train:
         loop.step(loss_of, batch)
-        stepped()
+        stepped(loop.world.world_size)
 """
 )
 TORCHRUN = (
@@ -70,7 +70,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data.distributed import DistributedSampler
 
-dist.init_process_group("gloo")
+# A store of each attempt's own: what the one before has written is still there, and leads to
+# processes that are gone.
+shared = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+store = dist.PrefixStore("attempt" + os.environ["TORCHELASTIC_RESTART_COUNT"], shared)
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
 wrapped, done = DistributedDataParallel(model), 0
 saved = Path("checkpoint.pt")
 if saved.exists():
@@ -79,7 +84,7 @@ if saved.exists():
     optimizer.load_state_dict(state["optimizer"])
     done = state["done"]
 data = TensorDataset(x, y)
-loader = DataLoader(data, batch_size=16, sampler=DistributedSampler(data))
+loader = DataLoader(data, batch_size=8, sampler=DistributedSampler(data))
 while True:
     for images, labels in loader:
         optimizer.zero_grad()
@@ -90,7 +95,7 @@ while True:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "done": done}
             torch.save(state, "checkpoint.part")
             os.replace("checkpoint.part", saved)
-        stepped()
+        stepped(size)
 """
 )
 WORKERS = 3
@@ -129,14 +134,15 @@ class Job:
             stderr=subprocess.STDOUT,
         )
 
-    def workers(self) -> dict[int, list[float]]:
-        """The times at which each living worker's steps ended."""
+    def workers(self) -> dict[int, list[tuple[float, int]]]:
+        """When each living worker's steps ended, and in a world of what size."""
         found = {}
         for path in self.folder.glob("steps-*"):
             pid = int(path.name.removeprefix("steps-"))
             with contextlib.suppress(OSError, ValueError):
                 if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
-                    found[pid] = [float(line) for line in path.read_text().split()]
+                    rows = [line.split() for line in path.read_text().splitlines()]
+                    found[pid] = [(float(at), int(size)) for at, size in rows]
         return found
 
     def wait_for(self, steps: int) -> None:
@@ -156,13 +162,13 @@ class Job:
         os.kill(pid, signal.SIGKILL)
         killed = time.time()
         deadline = time.monotonic() + 300
-        # A step that had been exchanged as the worker died does not count.
-        before = {other: len(times) for other, times in self.workers().items()}
+        before = set(self.workers())
         while time.monotonic() < deadline:
-            for other, times in self.workers().items():
-                new = [at for at in times[before.get(other, 0) :] if at > killed]
-                if other != pid and len(new) > (other in before):
-                    return new[other in before] - killed
+            for other, steps in self.workers().items():
+                # Those who go on without the worker, or who were started after it.
+                new = [at for at, size in steps if size < WORKERS or other not in before]
+                if new:
+                    return new[0] - killed
             time.sleep(0.01)
         raise RuntimeError((self.folder / "log").read_text()[-5000:])
 
