@@ -72,7 +72,6 @@ class Regrouping:
         self._is_nccl = _is_nccl()
         #: The group was aborted: what it has given since is not to be used.
         self.aborted, self._lock = False, threading.Lock()
-        self._watch: threading.Thread | None = None
         self._watched = threading.Event()
 
     def changed(self) -> bool:
@@ -133,25 +132,20 @@ class Regrouping:
         self.leave()
         world = _regroup(membership.epoch, rank, len(membership.members), self.changed)
         self.outside = False
-        self._begin_watch()
+        self.watch()
         return world
 
-    def _begin_watch(self) -> None:
+    def watch(self) -> None:
         """Let what waits in the group fail once a member is lost: not every process has a
         connection to one that is gone."""
         self.end_watch()
         self.aborted, self._watched = False, threading.Event()
-        self._watch = threading.Thread(
+        threading.Thread(
             target=self._look_for_losses,
             args=(self.epoch, self._watched, self._store.clone()),
             name="allhands-membership",
             daemon=True,
-        )
-        self._watch.start()
-
-    def watch(self) -> None:
-        """Watch the group that `init` has made."""
-        self._begin_watch()
+        ).start()
 
     def end_watch(self) -> None:
         """The group is left, or the training has ended."""
