@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -209,6 +210,31 @@ def test_what_cannot_go_on_says_why(job: Job) -> None:
     assert code != 0
     assert "cannot go on without starting again: strategy 'ddp'" in out + err
     assert "--max-restarts" in out + err
+
+
+def test_too_few_workers_save_and_the_next_job_goes_on_there(job: Job) -> None:
+    script = job.script(SCRIPT.replace('logdir="logs"', 'logdir="logs", resume="auto"'))
+    words = ("-n", "3", "--elastic", "--min-workers", "2", script, "4", "0.1")
+    code, out, err = job.run(*words, "1@3:SIGKILL", "2@9:SIGKILL")
+    assert code == 128 + signal.SIGKILL, out + err
+    assert "was killed by SIGKILL" in err
+    assert "1 worker left, fewer than --min-workers 2: told to save and end" in err
+    saved = f"in epoch 2: saved in {job.folder / 'logs'}; go on with resume='auto'"
+    assert re.search(rf"stopped by SIGTERM after optimizer step \d+, {re.escape(saved)}", out)
+    assert re.search(r"allhands: rank 2 \(.*\) failed first: killed by SIGKILL", err)
+    code, out, err = job.run(*words)
+    assert code == 0, out + err
+    assert_same(result(job.folder), alone(job.folder / "alone", SCRIPT, 12))
+
+
+def test_too_few_workers_save_before_all_start_again(job: Job) -> None:
+    script = job.script(SCRIPT.replace('logdir="logs"', 'logdir="logs", resume="auto"'))
+    words = ("--elastic", "--min-workers", "2", "--max-restarts", "1", script, "6", "0.1")
+    code, out, err = job.run("-n", "2", *words, "1@5:SIGKILL", timeout=120)
+    assert code == 0, out + err
+    assert "told to save and end" in err
+    assert "restart 1 of 1" in err
+    assert_same(result(job.folder), alone(job.folder / "alone", SCRIPT, 12))
 
 
 def test_an_error_of_the_users_ends_the_job_at_once(job: Job) -> None:

@@ -132,7 +132,8 @@ Spares = Annotated[
 MinWorkers = Annotated[
     int | None,
     typer.Option(
-        help="Restart without hosts that do not come back, as long as so many workers are left."
+        help="Restart without hosts that do not come back, as long as so many workers are left. "
+        "With --elastic, fewer save and end."
     ),
 ]
 RejoinTimeout = Annotated[float, typer.Option(help="Seconds for a lost host to come back.")]

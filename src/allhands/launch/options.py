@@ -43,7 +43,7 @@ class Options:
             started in its place, up to `max_restarts` times, joins them.
         spares: so many further workers, which take part only once another is missing.
         min_workers: with so many workers left a restart goes on without hosts that do not come
-            back; None waits for all.
+            back; None waits for all. Fewer of an elastic job save and end.
         rejoin_timeout: seconds for a lost host to come back.
         env_worker, env_server: variables of workers, or of servers, alone.
     """

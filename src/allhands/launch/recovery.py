@@ -22,6 +22,8 @@ from allhands.launch.worker_report import Worker, describe_excused
 from allhands.world.group import JOINS
 from allhands.world.regroup import STOP_KEY
 
+# Seconds for workers that are too few to make their world, before they are told to end.
+_LAST_REGROUPING_S = 60.0
 # What may follow the failure of a worker.
 STOP, CONTINUE, RESTART = "stop", "continue", "restart"
 CHOICES = (STOP, CONTINUE, RESTART)
@@ -47,7 +49,7 @@ class Recovery:
         max_restarts: how many times a worker, or the whole world, is started again.
         elastic: the workers go on in another world without one that is lost, and take in one that
             is started in its place.
-        least: so many workers must be left for that.
+        least: so many workers must be left for that; fewer are told to save, and end.
         spares: so many of the workers take part only once another is missing.
         say: shows a report; without "allhands: " before it.
     """
@@ -77,6 +79,9 @@ class Recovery:
         self._tasks: dict[int, Mapping[str, Any]] = {}
         self._excused: dict[int, _Excuse] = {}
         self._counts: dict[int, int] = {}  # how often a process was started again in this attempt
+        self._missed: Worker | None = None  # without which too few are left
+        self._ends_by: float | None = None  # when those are told to end at the latest
+        self._ends = False  # the workers were told to end
 
     @property
     def may_act(self) -> bool:
@@ -96,6 +101,7 @@ class Recovery:
         self._agents, self._workers, self._output, self._grace = agents, workers, output, grace
         self._tasks = {task["rank"]: task for there in tasks for task in there}
         self._excused, self._counts = {}, {}
+        self._missed, self._ends_by, self._ends = None, None, False
         ranks = sorted(rank for rank in self._tasks if rank >= 0)
         self.members.begin(ranks, ranks[len(ranks) - self._spares :])
 
@@ -116,6 +122,10 @@ class Recovery:
             return failed if any(worker.rank not in self._excused for worker in failed) else []
         blamed = [worker for worker in failed if worker.rank not in self._excused]
         workers = [worker for worker in self._workers.values() if not worker.is_server]
+        if self._missed is not None:
+            over = all(self.is_over(self._workers[rank]) for rank in self.members.ranks)
+            missed = [self._missed] if self._missed.failed_at() is not None else []
+            return [*missed, *blamed] if over or blamed else []
         if not blamed and all(
             worker.rank in self._excused and self.is_over(worker) for worker in workers
         ):
@@ -127,6 +137,19 @@ class Recovery:
         return [
             self._workers[rank] for rank, excuse in self._excused.items() if excuse.then == CONTINUE
         ]
+
+    def left_on_request(self) -> int | None:
+        """The signal after which the first worker left that stopped on request, of those that the
+        others did not go on without; None where there is none."""
+        excused = self.excused()
+        asked = [
+            (worker.left_at(), number)
+            for worker in self._workers.values()
+            if not worker.is_server
+            and worker not in excused
+            and (number := worker.stopped_after()) is not None
+        ]
+        return min(asked)[1] if asked else None
 
     def is_through(self) -> bool:
         """Whether all that the job does is done, and only processes are left that serve, or wait
@@ -162,8 +185,17 @@ class Recovery:
             if excuse is not None and not excuse.settled:
                 self._see_to(worker, agents[rank], excuse)
 
+    def should_end(self) -> bool:
+        """Whether too few workers are left, and are to be told now to save and end."""
+        return (
+            self._ends_by is not None
+            and not self._ends
+            and (self.members.is_taken_up or time.monotonic() > self._ends_by)
+        )
+
     def stopping(self, number: int) -> None:
         """The whole job is told to end by a signal."""
+        self._ends = True
         if self.elastic:
             self._publish(STOP_KEY, str(number))
 
@@ -173,17 +205,23 @@ class Recovery:
 
     def _has_left(self, worker: Worker) -> bool:
         """Whether a worker of an elastic job has left because it alone was told to."""
-        return self.elastic and worker.exit is not None and worker.stopped_after() is not None
+        left = worker.exit is not None and worker.stopped_after() is not None
+        return self.elastic and left and not self._ends
 
     def _verdict_in_elastic(self, worker: Worker, agent: AgentHandle) -> str:
         members = self.members.ranks
         if worker.rank in members:
             left = [rank for rank in members if rank not in self._excused and rank != worker.rank]
             # An exception would be raised again by those that are left.
-            if worker.raised is not None or len(left) < self._least:
+            if worker.raised is not None or not left:
                 return STOP
             if agent.lost and agent is self._agents[0]:
                 return STOP  # the store is lost with it
+            if len(left) < self._least and self._missed is None:
+                self._missed = worker
+                self._ends_by = time.monotonic() + _LAST_REGROUPING_S
+        if self._missed is not None:
+            return CONTINUE
         if self._has_left(worker) or agent.lost or self.restarts == self.max_restarts:
             return CONTINUE
         self.restarts += 1
@@ -226,9 +264,14 @@ class Recovery:
         if excuse.then == RESTART:
             self._start_again(worker, agent)
         else:
-            self._say(
-                describe_excused(worker, "the others go on", self._output.log_path(worker.rank))
-            )
+            then = "the others go on"
+            if worker is self._missed:
+                left = len(self.members.ranks)
+                then = (
+                    f"{left} worker{'s' if left > 1 else ''} left, fewer than --min-workers "
+                    f"{self._least}: told to save and end"
+                )
+            self._say(describe_excused(worker, then, self._output.log_path(worker.rank)))
 
     def _start_again(self, worker: Worker, agent: AgentHandle) -> None:
         rank = worker.rank

@@ -247,16 +247,8 @@ class Supervisor:
         their end."""
         if self.signals:
             return self.signals[0]
-        asked = [
-            (worker.left_at(), number)
-            for worker in self.workers.values()
-            if not worker.is_server
-            and worker not in self.recovery.excused()
-            and (number := worker.stopped_after()) is not None
-        ]
-        if asked:
-            return min(asked)[1]
-        return signal.SIGTERM if signal.SIGTERM in self.passed else None
+        asked = self.recovery.left_on_request()
+        return signal.SIGTERM if asked is None and signal.SIGTERM in self.passed else asked
 
     def stop(self, grace: float, but: int | None = None) -> None:
         """SIGTERM to the workers, and SIGKILL after `grace` seconds. Rank `but` is left to end by
@@ -298,13 +290,11 @@ class Supervisor:
                 heeded = len(self.signals)
             for number in self.passed[passed:]:
                 passed += 1
-                self.recovery.stopping(number)
-                for agent in self.agents:
-                    agent.send(op="signal", number=number)
-                if number == signal.SIGTERM and self._leave_by is None:
-                    self._leave_by = time.monotonic() + self.grace
+                self._tell_all(number)
             if self.stopping_since is None:
                 self.recovery.act()
+                if self.recovery.should_end():
+                    self._tell_all(signal.SIGTERM)
                 first = self.first_failure()
                 if first is not None:
                     # One that is raising is about to end, and its own teardown may still print.
@@ -325,6 +315,14 @@ class Supervisor:
                 for agent in self.agents:
                     if not agent.idle:
                         agent.kill()
+
+    def _tell_all(self, number: int) -> None:
+        """Give a signal to all workers."""
+        self.recovery.stopping(number)
+        for agent in self.agents:
+            agent.send(op="signal", number=number)
+        if number == signal.SIGTERM and self._leave_by is None:
+            self._leave_by = time.monotonic() + self.grace
 
     def _some_do_not_follow(self) -> bool:
         """Whether workers still run `grace` seconds after the first one stopped on request."""

@@ -131,8 +131,7 @@ class Lifecycle:
         with self._stack:
             self.finish()
             self.checkpoints.close()
-            if self.signal and self.signal != signal.SIGINT:
-                self._leave_for_signal()
+            self.leave_for_signal()
 
     def finish(self) -> None:
         """No step follows; the checkpoints are still open."""
@@ -143,12 +142,22 @@ class Lifecycle:
         self.reporter.close()
         self.end()
 
-    def _leave_for_signal(self) -> None:
+    def leave_for_signal(self) -> None:
+        """Say what follows where a signal has ended the training, and all is saved; return where
+        none has.
+
+        Raises:
+            TrainingStopped: the process is to leave with the signal's code.
+        """
+        if self.signal in (0, signal.SIGINT):
+            return
         name = signal.Signals(self.signal).name
-        self.reporter.line(
-            f"stopped by {name} {self.where}: saved in {self.settings.logdir}; go on with "
-            "resume='auto'"
+        saved = (
+            "nothing was saved, as there is no logdir"
+            if self.settings.logdir is None
+            else f"saved in {self.settings.logdir}; go on with resume='auto'"
         )
+        self.reporter.line(f"stopped by {name} {self.where}: {saved}")
         requeue_if_asked(self.world, self.reporter.line)
         self.reporter.close()
         raise TrainingStopped(self.signal)

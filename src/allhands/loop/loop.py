@@ -18,6 +18,7 @@ from allhands.errors import UserError
 from allhands.launch import handback, worker
 from allhands.loop.epoch import Batch, Epoch, Iteration
 from allhands.loop.left import by_break
+from allhands.loop.lifecycle import TrainingStopped
 from allhands.loop.loggers import Loggers, prepare_logdir
 from allhands.loop.loss_mean import LossMean
 from allhands.loop.model_groups import OwnModels, named
@@ -213,6 +214,15 @@ class Loop(OwnSteps):
                     if self.stop_reason is not None:
                         break
                 self._end(Epoch(self, 1))
+
+    def agree(self) -> None:
+        try:
+            super().agree()
+        except TrainingStopped:
+            # The user's code holds the generator, which may not be closed before the process ends.
+            self.checkpoints.close()
+            self.leave_for_signal()
+            raise
 
     def _left(self, frame: FrameType | None) -> bool:
         """Whether the training ends here, because the user's code has left its ``for``; else an
