@@ -3,6 +3,8 @@ layers that nobody uses."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from allhands import FSDP, Mesh, SupervisedRunner, UserError
+from allhands import FSDP, Callback, Mesh, PerTarget, SupervisedRunner, UserError
 from tests.reference import relative_difference
 from tests.worlds import in_world
 
@@ -179,3 +181,45 @@ def test_what_cannot_be_gathered_is_refused(
 ) -> None:
     for message in in_world(2, call, *args):
         assert said in message
+
+
+def _output_in_backward() -> list[bool]:
+    """On each rank: whether the model's output is gone as the backward pass of a step goes on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+    outputs: list[weakref.ref[torch.Tensor]] = []
+    gone: list[bool] = []
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        outputs.append(weakref.ref(output))
+        # a copy, so that the loss's own backward pass has no need of the output
+        kept = output.clone()
+        kept.register_hook(lambda grad: gone.append(outputs[-1]() is None))
+        return nn.functional.cross_entropy(kept, target)
+
+    SupervisedRunner(device="cpu").train(
+        model=model,
+        criterion=PerTarget(loss),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        distributed=FSDP(),
+        datasets={
+            "batch_size": 4,
+            "train": TensorDataset(torch.randn(32, 4), torch.randint(3, (32,))),
+        },
+        callbacks=[WithoutGarbageCollection()],
+    )
+    return gone
+
+
+class WithoutGarbageCollection(Callback):
+    def on_train_start(self, training: Any) -> None:
+        gc.disable()
+
+    def on_train_end(self, training: Any) -> None:
+        gc.enable()
+
+
+def test_the_output_is_let_go_of_before_the_backward_pass() -> None:
+    # it is the largest tensor of a language model
+    for gone in in_world(2, _output_in_backward):
+        assert gone and all(gone[1:])  # the first steps' are looked at

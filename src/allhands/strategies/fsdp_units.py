@@ -391,10 +391,14 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
         return tensor
 
     apply_to_tensors(look, tree)
-    return found
+    # PyTorch's function refers to itself, and holds `look` until garbage is collected: an output
+    # may not be in it.
+    tensors = list(found)
+    found.clear()
+    return tensors
 
 
 def _replaced(tree: Any, tensors: list[torch.Tensor]) -> Any:
     """The tree with others in the place of those."""
-    others = iter(tensors)
-    return apply_to_tensors(lambda tensor: next(others) if tensor.requires_grad else tensor, tree)
+    others = tensors[::-1]  # empty in the end, for the same reason
+    return apply_to_tensors(lambda tensor: others.pop() if tensor.requires_grad else tensor, tree)
