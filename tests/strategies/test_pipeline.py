@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from allhands import Callback, Mesh, Pipeline, SupervisedRunner, UserError
 from allhands.models import GPT, NextToken, ResNet18
-from allhands.strategies.pipeline_parts import by_parameters, chain_of, cut
+from allhands.strategies.pipeline_costs import by_parameters
+from allhands.strategies.pipeline_parts import chain_of, cut
 from tests.reference import global_batches, relative_difference, train_by_hand
 from tests.worlds import in_world
 

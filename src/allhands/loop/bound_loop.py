@@ -117,8 +117,12 @@ class BoundLoop(GroupedLoop, ABC):
         result, plain data that is the same on all ranks."""
         return do() if self.elastic is None else self.elastic.run(do)
 
-    def _try_on(self, module: nn.Module, pieces: int) -> None:
-        """Call a module on a micro-batch of the training data, of which `pieces` make a batch."""
+    def _try_on(self, module: nn.Module, pieces: int) -> Callable[[], Any]:
+        """Call a module on a micro-batch of the training data, of which `pieces` make a batch.
+
+        Returns:
+            What computes the loss of its output, as the criterion gives it.
+        """
         if self.task.call is None:
             raise UserError(
                 f"strategy '{self.settings.strategy.in_words()}' calls the model before the first "
@@ -127,8 +131,15 @@ class BoundLoop(GroupedLoop, ABC):
             )
         feed = self.trained[0]
         batch = feed.example(max(2, -(-(feed.batch_size or 32) // pieces)))  # BatchNorm needs two
-        with Precision(self.settings.precision, self.world.device).autocast():
-            self.task.call(module, batch)
+        precision = Precision(self.settings.precision, self.world.device)
+        with precision.autocast():
+            output, target = self.task.call(module, batch)
+
+        def loss() -> Any:
+            with precision.autocast():
+                return self.task.criterion(output, target)
+
+        return loss
 
     # ------------------------------------------------------------------ other members
 

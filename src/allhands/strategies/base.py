@@ -15,8 +15,9 @@ from allhands.step.precision import Scaler
 from allhands.strategies.model_state import ModelState
 from allhands.world import World
 
-#: Calls a module on a micro-batch of the training data: ``(module, micro-batches of a batch)``.
-TryOn = Callable[[nn.Module, int], Any]
+#: Calls a module on a micro-batch of the training data, ``(module, micro-batches of a batch)``, and
+#: gives a function that computes the loss of its output.
+TryOn = Callable[[nn.Module, int], Callable[[], Any]]
 
 
 class OutputElsewhere(BaseException):

@@ -16,7 +16,8 @@ from allhands.errors import UserError, kind_of
 from allhands.strategies.base import TryOn
 from allhands.strategies.degrees import Degrees
 from allhands.strategies.meshed import Meshed
-from allhands.strategies.pipeline_parts import Part, by_parameters, chain_of, cut, measured_on
+from allhands.strategies.pipeline_costs import by_parameters, measured_on
+from allhands.strategies.pipeline_parts import Part, chain_of, cut
 from allhands.strategies.pipeline_passes import PipelinePasses
 from allhands.strategies.pipeline_run import SCHEDULES, PipelineRun, fits
 from allhands.strategies.pipeline_stage import Ghost, check_all_used, shared_parameters
@@ -51,7 +52,8 @@ class Pipeline(Meshed):
         microbatches: how many each batch is cut into; None takes twice the number of workers along
             the pipeline.
         balance: "parameters": a part costs what it has of them; "measured": the time of its forward
-            and backward pass on the first samples of the training data, the mean over the workers.
+            and backward pass on the first samples of the training data, the mean over the workers;
+            the last part has the loss too.
         stages_per_worker: for "interleaved" and "zero_bubble"; None takes 2 and 1.
 
     Raises:

@@ -6,18 +6,14 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from allhands.errors import UserError, did_you_mean
-from allhands.strategies.trial_call import on_training_data, wait_for
 
 # What a model may say of itself: the parts of its forward in order, each the name of a submodule,
 # or the name of a method and the names of what it uses.
@@ -319,70 +315,6 @@ def balanced(costs: list[float], num_stages: int) -> list[int]:
             )
         best = found
     return best[count][1]
-
-
-def by_parameters(model: nn.Module, parts: list[Part]) -> list[float]:
-    """The number of parameters that each part uses."""
-    return [float(sum(p.numel() for p in pruned(model, part.uses).parameters())) for part in parts]
-
-
-def measured(
-    model: nn.Module, parts: list[Part], example: Any, device: torch.device, repeats: int = 3
-) -> list[float]:
-    """Seconds that forward and backward of each part take on this device: the median of a few,
-    after one that is not counted.
-
-    Args:
-        example: what the model is called with, one micro-batch on the device.
-    """
-    costs, value = [], example
-    for part in parts:
-        # A copy, so that neither gradients nor BatchNorm's statistics of the model are touched.
-        root = copy.deepcopy(pruned(model, part.uses)).to(device)
-        needs = isinstance(value, torch.Tensor) and value.is_floating_point()
-        taken = []
-        for _ in range(repeats + 1):
-            given = value.detach().requires_grad_() if needs else value
-            wait_for(device)
-            began = time.perf_counter()
-            result = part.run(root, given)
-            if isinstance(result, torch.Tensor) and result.requires_grad:
-                result.backward(torch.ones_like(result))
-            wait_for(device)
-            taken.append(time.perf_counter() - began)
-        costs.append(statistics.median(taken[1:]))
-        value = result.detach() if isinstance(result, torch.Tensor) else result
-    return costs
-
-
-def measured_on(
-    try_on: Callable[[nn.Module, int], Any],
-    model: nn.Module,
-    parts: list[Part],
-    pieces: int,
-    device: torch.device,
-) -> list[float]:
-    """`measured`, on what the runner calls the model with, in the training's precision. Random
-    draws are put back.
-
-    Args:
-        try_on: calls a module on a micro-batch, ``(module, micro-batches of a batch)``.
-        pieces: micro-batches of a batch.
-
-    Raises:
-        UserError: the model is on the meta device, or handle_batch does not call the model.
-    """
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise UserError(
-            "Pipeline(balance='measured') needs weights that are there, and the model is on the "
-            "meta device. Write balance='parameters', or build the model on the CPU"
-        )
-
-    def measure(value: Any) -> list[float]:
-        return measured(model, parts, value, device)
-
-    costs: list[float] = on_training_data(try_on, pieces, measure, device)
-    return costs
 
 
 # ------------------------------------------------------------------ a stage's part of the model
