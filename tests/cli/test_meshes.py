@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from allhands.cli import run_objects
+from allhands.cli.run_objects import strategy_from
 from allhands.config import read_run
 from allhands.errors import UserError
 from allhands.strategies import DDP, FSDP, Mesh, Strategy
 
 
 def strategy(*overrides: str) -> Strategy:
-    return run_objects._strategy(read_run((), overrides))
+    return strategy_from(read_run((), overrides))
 
 
 def mesh(*overrides: str) -> Mesh:

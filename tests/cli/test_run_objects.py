@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from allhands import models
-from allhands.cli import run_objects
+from allhands.cli import run_data, run_objects, run_schedulers, run_training
+from allhands.cli.run_objects import strategy_from
 from allhands.config import read_run
 from allhands.data import catalogue
 from allhands.errors import UserError
@@ -27,16 +28,16 @@ def refused(function, *overrides: str) -> str:
 
 
 def model_of(run):
-    return run_objects._model(run, run_objects._entry(run))
+    return run_objects.model_of(run, run_data.entry_of(run))
 
 
 def optimizer_of(run):
-    return run_objects._optimizer(run, torch.nn.Linear(2, 2))
+    return run_objects.optimizer_of(run, torch.nn.Linear(2, 2))
 
 
 def scheduler_of(run):
-    return run_objects._scheduler(
-        run, optimizer_of(run), run_objects._entry(run), lambda: run.config.workers or 1
+    return run_schedulers.scheduler_of(
+        run, optimizer_of(run), run_data.entry_of(run), lambda: run.config.workers or 1
     )
 
 
@@ -86,7 +87,7 @@ def test_an_optimizer_by_any_spelling():
 
 def test_muon_for_the_matrices_of_a_model():
     def of_gpt(run):
-        return run_objects._optimizer(run, models.gpt(layers=1, width=8))
+        return run_objects.optimizer_of(run, models.gpt(layers=1, width=8))
 
     made = built(of_gpt, "optimizer=muonadamw", "optimizer.lr=1e-2", "optimizer.muon_lr=0.05")
     groups = [(group["muon"], group["lr"], len(group["params"])) for group in made.param_groups]
@@ -122,7 +123,7 @@ def test_an_optimizer_option_that_is_wrong(override, said):
 
 
 def criterion_of(run):
-    return run_objects._criterion(run)
+    return run_objects.criterion_of(run)
 
 
 def test_criteria():
@@ -134,15 +135,15 @@ def test_criteria():
 
 
 def test_strategy_settings():
-    made = built(run_objects._strategy, "strategy.find_unused_parameters=true")
+    made = built(strategy_from, "strategy.find_unused_parameters=true")
     assert made.find_unused_parameters is True
-    assert "did you mean 'ddp'?" in refused(run_objects._strategy, "strategy=dddp")
+    assert "did you mean 'ddp'?" in refused(strategy_from, "strategy=dddp")
     assert "did you mean 'find_unused_parameters'?" in refused(
-        run_objects._strategy, "strategy.find_unused=true"
+        strategy_from, "strategy.find_unused=true"
     )
-    assert "it must be true or false" in refused(run_objects._strategy, "strategy.static_graph=1")
+    assert "it must be true or false" in refused(strategy_from, "strategy.static_graph=1")
     made = built(
-        run_objects._strategy,
+        strategy_from,
         "strategy.compress={name: powersgd, rank: 2}",
         "strategy.bucket_cap_mb=measured",
     )
@@ -155,16 +156,16 @@ def test_strategy_settings():
 @pytest.mark.parametrize("strategy", ["ddp", "kvstore", "local_sgd", "federated"])
 def test_compress_is_one_word_for_all_strategies(strategy):
     name = f"strategy.name={strategy}"
-    made = built(run_objects._strategy, name, "strategy.compress={name: topk, keep: 0.05}")
+    made = built(strategy_from, name, "strategy.compress={name: topk, keep: 0.05}")
     chosen = made.compression.options if strategy == "federated" else made.compress
     assert chosen["keep"] == 0.05
-    assert built(run_objects._strategy, name, "strategy.compress=int8")
-    said = refused(run_objects._strategy, name, "strategy.compress=int9")
+    assert built(strategy_from, name, "strategy.compress=int8")
+    said = refused(strategy_from, name, "strategy.compress=int9")
     assert (
         "compress='int9'): there is no codec 'int9'; did you mean 'int8'? Known are: fp16, bf16, "
         "int8" in said
     )
-    said = refused(run_objects._strategy, name, "strategy.compress={name: topk, kep: 0.05}")
+    said = refused(strategy_from, name, "strategy.compress={name: topk, kep: 0.05}")
     assert "the codec 'topk' has no option 'kep'; did you mean 'keep'? Its options: keep" in said
 
 
@@ -217,17 +218,16 @@ def test_schedulers():
         scheduler_of, "scheduler=StepLR"
     )
     assert "did you mean 'StepLR'" in refused(scheduler_of, "scheduler=StepRL")
-    # Needs a function.
-    assert "there is no such scheduler" in refused(scheduler_of, "scheduler=LambdaLR")
+    assert "LambdaLR needs lr_lambda" in refused(scheduler_of, "scheduler=LambdaLR")
 
 
 def test_data_options():
-    assert built(run_objects._data_options, "data.limit=5") == {"limit": 5}
+    assert built(run_data.data_options, "data.limit=5") == {"limit": 5}
     assert "the data set 'digits' has no such option" in refused(
-        run_objects._data_options, "data.labels=fine"
+        run_data.data_options, "data.labels=fine"
     )
-    assert "did you mean 'cifar10'" in refused(run_objects._entry, "data=cifar1")
-    made = run_objects.load_datasets("digits", {"limit": 5})
+    assert "did you mean 'cifar10'" in refused(run_data.entry_of, "data=cifar1")
+    made = run_data.load_datasets("digits", {"limit": 5})
     assert [len(made[split]) for split in ("train", "valid")] == [5, 5]
     assert len(catalogue.load("digits", "train")) == 1437
 
@@ -237,7 +237,7 @@ FEDERATED = ("strategy=federated", "strategy.clients=20", "strategy.per_round=5"
 
 def test_federated_with_options_that_have_options():
     made = built(
-        run_objects._strategy,
+        strategy_from,
         *FEDERATED,
         "strategy.algorithm.name=fedprox",
         "strategy.algorithm.mu=0.5",
@@ -264,14 +264,14 @@ def test_federated_with_options_that_have_options():
     ],
 )
 def test_a_federated_option_that_is_wrong(override, said):
-    assert said in refused(run_objects._strategy, *FEDERATED, *override)
+    assert said in refused(strategy_from, *FEDERATED, *override)
 
 
 def test_federated_training_goes_by_rounds():
-    said = refused(run_objects.train, *FEDERATED, "num_epochs=3")
+    said = refused(run_training.train, *FEDERATED, "num_epochs=3")
     assert "command line, num_epochs=3" in said
     assert "strategy.rounds" in said
-    said = refused(run_objects.train, *FEDERATED, "max_steps=3")
+    said = refused(run_training.train, *FEDERATED, "max_steps=3")
     assert "max_steps=3 with distributed=Federated(…)" in said
     made, period = built(
         scheduler_of, *FEDERATED, "strategy.rounds=7", "scheduler=OneCycleLR", "scheduler.max_lr=1"
@@ -281,7 +281,7 @@ def test_federated_training_goes_by_rounds():
 
 def test_a_federated_run_file_is_not_compared_step_by_step():
     with pytest.raises(UserError, match=r"strategy.name = .federated.*leave it out"):
-        run_objects.verify(run_file(*FEDERATED), ["ddp", "federated"], [1, 2], 3)
+        run_training.verify(run_file(*FEDERATED), ["ddp", "federated"], [1, 2], 3)
 
 
 TEXT = ("data=shakespeare", "model=gpt", "criterion=next_token", "metrics=[]")
@@ -292,7 +292,7 @@ def test_text_fills_in_the_sizes_of_the_gpt_and_the_length_of_the_training():
     assert made.embed.weight.shape == (65, 8)
     assert made.position.weight.shape == (16, 8)
     assert built(model_of, *TEXT, "model.width=8").position.weight.shape == (128, 8)
-    assert built(run_objects._data_options, *TEXT, "data.block=16", "data.limit=5") == {
+    assert built(run_data.data_options, *TEXT, "data.block=16", "data.limit=5") == {
         "limit": 5,
         "block": 16,
     }
@@ -318,7 +318,7 @@ def test_text_fills_in_the_sizes_of_the_gpt_and_the_length_of_the_training():
     ],
 )
 def test_what_has_no_meaning_for_text_is_refused(override, said):
-    assert said in refused(run_objects._entry, *TEXT, override)
+    assert said in refused(run_data.entry_of, *TEXT, override)
     assert "the data set 'digits' has no such option" in refused(
-        run_objects._data_options, "data.block=16"
+        run_data.data_options, "data.block=16"
     )

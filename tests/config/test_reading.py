@@ -165,7 +165,7 @@ def test_an_unknown_key_of_a_section(write):
         ("check=yes", "check = 'yes': it must be true or false"),
         ("early_stopping.min_delta=0.1", "early_stopping.patience: this key must be given"),
         ("scheduler=3", "scheduler = 3: it must be a name, or keys and values"),
-        ("metrics=[1]", "metrics.0 = 1: it must be a text"),
+        ("metrics=[1]", "metrics.0 = 1: it must be a name, or keys and values"),
         ("optimizer.lr.x=1", "it must be a number"),
     ],
 )

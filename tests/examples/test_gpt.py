@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from allhands.cli.run_objects import train
+from allhands.cli.run_training import train
 from allhands.config import read_run
 from tests.examples.running import EXAMPLES
 

@@ -25,7 +25,7 @@ from allhands import (
     SupervisedRunner,
     UserError,
 )
-from allhands.cli import run_objects
+from allhands.cli import run_training
 from allhands.config import read_run
 from tests.reference import global_batches, train_by_hand
 from tests.runner.problems import arguments, classification, classifier, fit
@@ -177,7 +177,7 @@ def test_a_run_file_trains_by_steps(tmp_path: Path) -> None:
     fixed = "data: {name: digits, batch_size: 64, limit: 200}\nmodel: {name: mlp}\nworkers: 1\n"
     path = tmp_path / "run.yml"
     path.write_text(f"{fixed}device: cpu\nlogdir: {tmp_path}\nmax_steps: 9\nevaluate_every: 4\n")
-    history = run_objects.train(read_run([path]))
+    history = run_training.train(read_run([path]))
     assert history["step"] == [4, 8, 9]
     assert read_run([tmp_path / "run.yml"]).config.num_epochs is None
 

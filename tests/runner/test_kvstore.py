@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 import allhands
 from allhands import KVStore, UserError
-from allhands.cli.run_objects import train
+from allhands.cli.run_training import train
 from allhands.config import read_run
 from allhands.loop import loop_checkpoints
 from tests.runner.problems import arguments, classification, classifier, fit

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import allhands
 from allhands import LocalSGD, Single, SupervisedRunner, UserError, World
-from allhands.cli import run_objects
+from allhands.cli.run_objects import strategy_from
 from allhands.config import read_run
 from allhands.loop.workers import Plan
 from allhands.strategies import local_sgd
@@ -244,14 +244,14 @@ def test_an_optimizers_state_in_tensors_and_back() -> None:
 
 def test_the_run_file_chooses_it() -> None:
     given = "strategy={name: local_sgd, every: 8, outer: {name: nesterov, lr: 0.5}, compress: int8}"
-    strategy = run_objects._strategy(read_run(overrides=[given]))
+    strategy = strategy_from(read_run(overrides=[given]))
     assert isinstance(strategy, LocalSGD)
     assert (strategy.every, strategy.compress) == (8, {"name": "int8"})
     assert strategy.outer == {"name": "nesterov", "lr": 0.5, "momentum": 0.9}
     with pytest.raises(UserError, match="strategy: LocalSGD.every=0"):
-        run_objects._strategy(read_run(overrides=["strategy.name=local_sgd", "strategy.every=0"]))
+        strategy_from(read_run(overrides=["strategy.name=local_sgd", "strategy.every=0"]))
     with pytest.raises(UserError, match="local_sgd has no such option; .*every"):
-        run_objects._strategy(read_run(overrides=["strategy.name=local_sgd", "strategy.evry=8"]))
+        strategy_from(read_run(overrides=["strategy.name=local_sgd", "strategy.evry=8"]))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from allhands.cli.named import build, choose, located, make
+from allhands.cli.named import Choice, choice, choose, located
 from allhands.config import RunFile
 from allhands.strategies import DDP, FSDP, Mesh, Pipeline, Strategy, Tensor
 
@@ -29,18 +29,14 @@ def strategy_of(run_file: RunFile, known: Mapping[str, Any]) -> Strategy:
                 ("strategy", written[0]),
                 f"it has an effect on a mesh only; write mesh: {{{axis}: 2, …}}, or remove it",
             )
-        made: Strategy = make(run_file, "strategy", known, ())
+        made: Strategy = choice(run_file, "strategy", known, by_type=False).make()
         return made
     if name not in PARTS and name != DDP.name:
         raise run_file.error(
             ("mesh",),
             f"the strategy {name} has no mesh; remove it, or set strategy.name to ddp or fsdp",
         )
-    own = {
-        key: tuple(v) if isinstance(v, list) else v
-        for key, v in options.items()
-        if key not in PARTS
-    }
+    own = {key: value for key, value in options.items() if key not in PARTS}
     if name == DDP.name and own:
         raise run_file.error(
             ("strategy", next(iter(own))),
@@ -53,7 +49,8 @@ def strategy_of(run_file: RunFile, known: Mapping[str, Any]) -> Strategy:
         )
     parts: dict[str, Any] = {key: _part(run_file, key) for key in written}
     if name in PARTS:
-        parts[name] = build(run_file, ("strategy",), name, PARTS[name], own)
+        chosen = Choice(run_file, ("strategy",), name, PARTS[name], own, by_type=False)
+        parts[name] = chosen.make()
     together: Strategy = located(
         run_file, ("mesh",), lambda: Mesh(mesh.pp, mesh.dp, mesh.tp, **parts)
     )
@@ -66,11 +63,6 @@ def _part(run_file: RunFile, key: str) -> Strategy:
         raise run_file.error(
             ("strategy", key), "it must be keys and values, the settings of that part, such as {}"
         )
-    made: Strategy = build(
-        run_file,
-        ("strategy", key),
-        key,
-        PARTS[key],
-        {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()},
-    )
+    chosen = Choice(run_file, ("strategy", key), key, PARTS[key], options, by_type=False)
+    made: Strategy = chosen.make()
     return made

@@ -2,77 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
-import sys
-import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from allhands.cli.own_objects import find
 from allhands.errors import UserError, kind_of
-
-Made = Callable[..., Any]
-
-
-def is_function(name: str) -> bool:
-    """Whether `data.name` is ``package.module:function`` or ``file.py:function``, and no set of the
-    catalogue."""
-    return ":" in name
-
-
-def function(name: str) -> Made:
-    """The function that ``package.module:function`` or ``file.py:function`` names; a file is looked
-    for from the working folder.
-
-    Raises:
-        UserError: there is no such module, file or function.
-    """
-    place, _, wanted = name.rpartition(":")
-    module = (
-        _of_file(Path(place).expanduser().absolute()) if place.endswith(".py") else _import(place)
-    )
-    found = getattr(module, wanted, None)
-    if not callable(found):
-        known = [
-            key
-            for key, value in vars(module).items()
-            if inspect.isfunction(value) and value.__module__ == module.__name__
-        ]
-        raise UserError(f"{place} has no function '{wanted}'; it has {', '.join(known) or 'none'}")
-    made: Made = found
-    return made
-
-
-def _import(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"there is no module '{error.name}'; install it, name a file "
-            "(folder/data.py:function), or set PYTHONPATH"
-        ) from None
-    except ValueError:
-        raise UserError("write package.module:function or file.py:function") from None
-
-
-def _of_file(path: Path) -> Any:
-    name = f"allhands_data_{path.stem}_{zlib.crc32(bytes(path)):08x}"  # the same in every process
-    if name in sys.modules:
-        return sys.modules[name]
-    if not path.is_file():
-        raise UserError(f"there is no file {path}")
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
 
 
 def options_of(name: str, root: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,9 +16,15 @@ def options_of(name: str, root: str | None, options: Mapping[str, Any]) -> dict[
     ``data.options``.
 
     Raises:
-        UserError: it does not take an option, or needs one that is not there.
+        UserError: there is nothing at the root; the function does not take an option, or needs one
+            that is not there.
     """
-    takes = inspect.signature(function(name)).parameters
+    if root is not None and not Path(root).exists():
+        raise UserError(
+            f"data.root: there is no file or folder {root}; write where the data are, or make the "
+            "folder where the function gets them itself"
+        )
+    takes = inspect.signature(find(name)).parameters
     anything = any(option.kind is option.VAR_KEYWORD for option in takes.values())
     given = dict(options)
     if "root" in given:
@@ -115,7 +57,7 @@ def options_of(name: str, root: str | None, options: Mapping[str, Any]) -> dict[
 
 def load(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """The data sets by loader. Raises `UserError` when the function returns anything else."""
-    made = function(name)(**options)
+    made = find(name)(**options)
     if not isinstance(made, Mapping) or not made:
         raise UserError(
             f"{name} returned {kind_of(made)}; it must return data sets by name, such as "

@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from allhands.cli.shared_options import Overrides, RunFiles
-from allhands.config import read_run
+from allhands.cli.shared_options import Overrides, RunFiles, read_checked
 
 
 def run(
@@ -34,11 +33,11 @@ def run(
 
     The whole run file, with defaults and overrides, is stored as run.yml in its logdir.
     """
-    run_file = read_run(config or (), [*(overrides or ()), *(["profile=20"] if profile else [])])
+    run_file = read_checked(config, [*(overrides or ()), *(["profile=20"] if profile else [])])
     if show:
         print(run_file.to_yaml(), end="")
         return 0
-    from allhands.cli.run_objects import train
+    from allhands.cli.run_training import train
 
     train(run_file)
     return 0

@@ -7,6 +7,9 @@ from typing import Annotated
 
 import typer
 
+from allhands.config import RunFile, read_run
+from allhands.config.schema import Criterion, Data, Model, Optimizer, Runner, Strategy
+
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
@@ -23,3 +26,26 @@ RunFiles = Annotated[
         help="A run file; several are merged, the later ones win. Default: the digits job.",
     ),
 ]
+
+
+def read_checked(files: list[Path] | None, overrides: list[str] | None) -> RunFile:
+    """The run of these files and overrides. Where keys are wrong, names and options are looked at
+    too, so that all mistakes are told at once.
+
+    Raises:
+        UserError: something is wrong; names all of it.
+    """
+    return read_run(files or (), overrides or (), _problems)
+
+
+def _problems(run_file: RunFile) -> list[str]:
+    """What is wrong with names and options; it takes an import of torch, for runs that have any."""
+    given = run_file.config
+    named = [given.model, given.criterion, given.optimizer, given.strategy, given.runner]
+    named += [*filter(None, [given.scheduler, given.loop]), *(given.metrics or ())]
+    named += given.callbacks
+    if given.data == Data() and named == [Model(), Criterion(), Optimizer(), Strategy(), Runner()]:
+        return []
+    from allhands.cli.run_objects import problems
+
+    return problems(run_file)

@@ -182,7 +182,7 @@ def site_plan(options: SiteOptions, run_file: RunFile) -> str:
 
 
 def _check_training(run_file: RunFile) -> None:
-    from allhands.cli.run_objects import definition
+    from allhands.cli.run_training import definition
 
     definition(run_file).validate()
 

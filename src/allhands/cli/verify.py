@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from allhands.cli.launch import parse
-from allhands.cli.shared_options import RunFiles
-from allhands.config import read_run
+from allhands.cli.shared_options import RunFiles, read_checked
 from allhands.errors import UserError, WorkerError
 
 if TYPE_CHECKING:
@@ -81,13 +80,13 @@ def verify(
     try:
         if script is not None:
             return _verify_script(script, given[1:], names, counts or [1, 2], steps, timeout, plot)
-        run_file = read_run(config or (), given)
-        from allhands.cli import run_objects
+        run_file = read_checked(config, given)
+        from allhands.cli import run_training
         from allhands.report import require_matplotlib
 
         if plot is not None:
             require_matplotlib()
-        report = run_objects.verify(run_file, names, counts, steps)
+        report = run_training.verify(run_file, names, counts, steps)
     except WorkerError as error:
         # 1 says that the training differs.
         raise WorkerError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -40,9 +40,18 @@ class RunFile:
         return yaml.safe_dump(self.config.model_dump(), sort_keys=False, allow_unicode=True)
 
 
-def read_run(files: Iterable[str | Path] = (), overrides: Iterable[str] = ()) -> RunFile:
+def read_run(
+    files: Iterable[str | Path] = (),
+    overrides: Iterable[str] = (),
+    further: Callable[[RunFile], list[str]] | None = None,
+) -> RunFile:
     """Read run files, later ones changing earlier ones key by key, then overrides such as
     ``optimizer.lr=0.01``.
+
+    Args:
+        files: in YAML.
+        overrides: ``key=value``.
+        further: where something is wrong, finds what else is wrong in all that is right so far.
 
     Raises:
         UserError: a file that cannot be read, an unknown key or a value of the wrong type; all of
@@ -66,8 +75,27 @@ def read_run(files: Iterable[str | Path] = (), overrides: Iterable[str] = ()) ->
         config = RunConfig.model_validate(merged)
     except ValidationError as failed:
         found = [_describe(origins, merged, error) for error in failed.errors()]
+        rest = _without(merged, failed)
+        if further is not None and rest is not None:
+            found = further(RunFile(rest, origins)) + found
         raise UserError("\n  ".join(found)) from None
     return RunFile(config, origins)
+
+
+def _without(values: dict[str, Any], failed: ValidationError) -> RunConfig | None:
+    """The run without the keys that are wrong; None where that is none."""
+    for error in failed.errors():
+        path = error["loc"] if error["type"] != "missing" else error["loc"][:-1]
+        parent: Any = values
+        for key in path[:-1]:
+            is_there = key in parent if isinstance(parent, dict) else isinstance(parent, list)
+            parent = parent[key] if is_there else None
+        if isinstance(parent, dict) and path:
+            parent.pop(path[-1], None)
+    try:
+        return RunConfig.model_validate(values)
+    except (ValidationError, IndexError):
+        return None
 
 
 def parse_override(text: str) -> tuple[KeyPath, Any]:
@@ -176,6 +204,11 @@ def _places(node: yaml.Node, file: Path, above: KeyPath) -> Iterable[tuple[KeyPa
             here = (*above, str(key.value))
             yield here, f"{file}, line {key.start_mark.line + 1}"
             yield from _places(value, file, here)
+    if isinstance(node, yaml.SequenceNode):
+        for number, value in enumerate(node.value):
+            here = (*above, str(number))
+            yield here, f"{file}, line {value.start_mark.line + 1}"
+            yield from _places(value, file, here)
 
 
 def _problem(error: yaml.YAMLError) -> str:
@@ -281,10 +314,13 @@ def _section_at(path: Iterable[str]) -> type[BaseModel] | None:
     """The schema of the section at a path; None where there is none."""
     section: type[BaseModel] = RunConfig
     for key in path:
+        if key.isdecimal():  # of a list of sections
+            continue
         field = section.model_fields.get(key)
         if field is None:
             return None
         candidates = [field.annotation, *get_args(field.annotation)]
+        candidates += [inner for one in candidates for inner in get_args(one)]
         found = next(
             (c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None
         )

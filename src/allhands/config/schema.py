@@ -80,22 +80,28 @@ class Data(Section):
 
 
 class Model(Named):
-    """A model of `allhands.models`; other keys are its arguments. Sizes that the data set decides
-    are filled in."""
+    """A model of `allhands.models`, or a class or function: package.module:name, net.py:Net; other
+    keys are its arguments. Sizes that the data set decides are filled in."""
 
     name: str = Field(default="simple_cnn", min_length=1)
 
 
 class Criterion(Named):
-    """A loss: cross_entropy, next_token (of the gpt), mse, l1, …, or a class of torch.nn such as
-    HuberLoss; other keys are its arguments."""
+    """A loss: cross_entropy, next_token (of the gpt), mse, l1, …, a class of torch.nn such as
+    HuberLoss, or a class or function: losses.py:Focal; other keys are its arguments.
+
+    A class is called with them. A function without other keys is the loss itself.
+    """
 
     name: str = Field(default="cross_entropy", min_length=1)
 
 
 class Optimizer(Named):
-    """An optimizer of torch.optim, or muonadamw, in any spelling of capitals; other keys are its
-    arguments."""
+    """An optimizer of torch.optim, or muonadamw, in any spelling of capitals, or a class or
+    function: optim.py:Lion; other keys are its arguments.
+
+    A class gets the parameters of the model, a function the model.
+    """
 
     name: str = Field(default="adamw", min_length=1)
     lr: Positive | None = Field(
@@ -104,16 +110,43 @@ class Optimizer(Named):
 
 
 class Scheduler(Named):
-    """A class of torch.optim.lr_scheduler; other keys are its arguments.
+    """A class of torch.optim.lr_scheduler, or a class or function that gets the optimizer:
+    optim.py:Warmup; other keys are its arguments.
 
     ``total_steps`` (OneCycleLR) and ``T_max`` (CosineAnnealingLR) are filled in with the length of
-    the training.
+    the training. ``schedulers`` (SequentialLR, ChainedScheduler) are sections of this kind.
     """
 
     period: Literal["step", "epoch"] | None = Field(
         None,
         description="when it steps; null: each step for OneCycleLR and CyclicLR, else each epoch",
     )
+
+
+class Metric(Named):
+    """accuracy, a class of torchmetrics, or a class or function: metrics.py:top5; other keys are
+    its arguments. ``num_classes`` and ``task`` are filled in where the data set is in the
+    catalogue."""
+
+    label: str | None = Field(
+        default=None, description="under which it is reported; null takes the name"
+    )
+
+
+class Callback(Named):
+    """EarlyStopping, KeepBest, or a class: callbacks.py:Announce; other keys are its arguments."""
+
+
+class Runner(Named):
+    """Who takes the steps: supervised, or a class below allhands.Runner or SupervisedRunner:
+    steps.py:GAN; other keys are its arguments."""
+
+    name: str = Field(default="supervised", min_length=1)
+
+
+class Loop(Named):
+    """A function that trains with an allhands.Loop: own.py:train. It gets the loop, what its
+    arguments name of the run (num_epochs, max_steps, criterion, metrics), and the other keys."""
 
 
 class Strategy(Named):
@@ -169,7 +202,16 @@ class RunConfig(Section):
     scheduler: Scheduler | None = Field(
         default=None, description="learning-rate schedule; null keeps the rate"
     )
-    metrics: list[str] = Field(default=["accuracy"], description="built-in metrics by name")
+    metrics: list[Metric] | None = Field(
+        default=None,
+        description="what is measured beside the loss; null: accuracy where the criterion is "
+        "cross_entropy or nll, else nothing",
+    )
+    callbacks: list[Callback] = Field(default=[], description="hooks into the training")
+    runner: Runner = Runner()
+    loop: Loop | None = Field(
+        default=None, description="a loop of your own, in place of the runner; null: the runner's"
+    )
     strategy: Strategy = Strategy()
     mesh: Mesh | None = Field(
         default=None,

@@ -50,17 +50,19 @@ def spawn(
     if not callable(fn):
         raise UserError(f"spawn({kind_of(fn)}): pass a function, and its arguments as args=(…)")
     return plan(True, workers, device).run(
-        _call, None, (fn, tuple(args)), preload=["rich.console"], hands_back=True
+        call, None, (fn, tuple(args)), preload=["rich.console"], hands_back=True
     )
 
 
-def _call(
+def call(
     _: None,
     given: tuple[Callable[..., Any], tuple[Any, ...]],
     world: World,
     reporter: Reporter,
     shipped: bool,
 ) -> Any:
+    """Call a function with its arguments on a rank; `given` are the two. What rank 0 has changed in
+    them is handed back."""
     fn, args = given
     if shipped:
         for value in args:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 pytest.importorskip("flwr")
-from allhands.cli.run_objects import definition
+from allhands.cli.run_training import definition
 from allhands.config import read_run
 from allhands.errors import UserError
 from allhands.federated.sites import server_app

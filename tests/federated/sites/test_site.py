@@ -18,7 +18,7 @@ pytest.importorskip("flwr")
 from flwr.app import ConfigRecord, Metadata, RecordDict
 from flwr.app.message import make_message
 
-from allhands.cli.run_objects import definition
+from allhands.cli.run_training import definition
 from allhands.config import read_run
 from allhands.errors import UserError
 from allhands.federated.local_training import LocalOptimizer

@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import ConcatDataset
 
 import allhands
-from allhands.cli.run_objects import definition
+from allhands.cli.run_training import definition
 from allhands.config import read_run
 from allhands.federated import Federated
 from allhands.runner import SupervisedRunner

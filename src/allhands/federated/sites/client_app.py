@@ -33,7 +33,7 @@ RUN_FILE = "ALLHANDS_SITES_RUN"
 #: The key of a node's configuration that names the socket of the site's warm process.
 SOCKET = "allhands-socket"
 #: In the layer above this one.
-DEFINE = "allhands.cli.run_objects:definition"
+DEFINE = "allhands.cli.run_training:definition"
 _IDLE = 600.0  # seconds without a message after which a warm process that nobody supervises ends
 _START = 600.0  # seconds that it has to load its data
 

@@ -27,7 +27,7 @@ STATE, SETTINGS = "ALLHANDS_SITES_STATE", "server.json"
 #: The variable that names a generated app's run file.
 RUN_FILE = "ALLHANDS_SITES_RUN"
 # In the layer above this one.
-_TRAIN = "allhands.cli.run_objects"
+_TRAIN = "allhands.cli.run_training"
 
 app = ServerApp()
 
