@@ -9,7 +9,9 @@ from allhands.comm import (
     all_gather_rows,
     all_gather_text,
     all_reduce_sum,
+    broadcast_bytes,
     broadcast_ints,
+    broadcast_new,
     broadcast_tensors,
     mean_buffers,
     sum_gradients,
@@ -104,3 +106,52 @@ def some_gradients() -> list[list[float] | None]:
 @pytest.mark.serial
 def test_gradients_of_idle_ranks_count_as_zero_and_unused_ones_stay_none() -> None:
     assert in_world(2, some_gradients) == [[[2.0, 2.0], [2.0, 3.0], None]] * 2
+
+
+def told_by_rank_1() -> dict[str, object]:
+    world = here()
+    forms = [
+        ([2, 3], torch.float32),
+        ([], torch.float64),
+        ([0, 4], torch.float32),
+        ([5], torch.bfloat16),
+        ([7_000_000], torch.float32),  # more than travels together
+        ([4], torch.bool),
+    ]
+    given = None
+    if world.rank == 1:
+        given = [
+            torch.arange(6.0).view(2, 3),
+            torch.tensor(0.1, dtype=torch.float64),
+            torch.empty(0, 4),
+            torch.full((5,), 0.5, dtype=torch.bfloat16),
+            torch.arange(7_000_000.0),
+            torch.tensor([True, False, True, True]),
+        ]
+    versions = [one._version for one in given or ()]
+    found = broadcast_new(given, forms, world, 1)
+    return {
+        "forms": [(list(one.shape), one.dtype) for one in found] == forms,
+        "small": [found[number].tolist() for number in (0, 1, 3, 5)],
+        "large": torch.equal(found[4], torch.arange(7_000_000.0)),
+        "untouched": versions == [one._version for one in given or ()],
+        "bytes": broadcast_bytes(b"said" if world.rank == 1 else b"", world, 1).decode(),
+        "no bytes": broadcast_bytes(b"", world, 1).decode(),
+    }
+
+
+def test_tensors_of_one_rank_are_made_on_the_others():
+    for found in in_world(3, told_by_rank_1):
+        assert found == {
+            "forms": True,
+            "small": [
+                [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]],
+                0.1,
+                [0.5] * 5,
+                [True, False, True, True],
+            ],
+            "large": True,
+            "untouched": True,
+            "bytes": "said",
+            "no bytes": "",
+        }

@@ -20,7 +20,8 @@ from .conftest import Job
 pytestmark = pytest.mark.serial
 
 # How each worker is to be lost: words like "2@13:SIGKILL", the rank under which it was started, and
-# the steps (or "e1", the epoch whose evaluation follows) before it.
+# the steps (or "e1", the epoch whose evaluation follows) before it. "0@5:behind": rank 0 is told of
+# the loss in the step after 5, before its update, and the others after theirs.
 SCRIPT = """
 import json, os, signal, sys, time
 import torch
@@ -52,8 +53,21 @@ def maybe(place):
     for word in losses:
         who, _, kind = word.partition(":")
         restarted = os.environ.get("ALLHANDS_ELASTIC_JOINS")
-        if who == f"{os.environ.get('RANK')}@{place}" and not restarted:
+        if who == f"{os.environ.get('RANK')}@{place}" and not restarted and kind != "behind":
             os.kill(os.getpid(), getattr(signal, kind))
+
+if any(word.endswith(":behind") for word in losses):
+    from allhands.loop.elastic import Elastic
+
+    share = Elastic.before_update
+
+    def before_update(self):
+        share(self)
+        if f"{os.environ.get('RANK')}@{loop.global_step}:behind" in losses:
+            losses.clear()
+            raise RuntimeError("the connection is closed")
+
+    Elastic.before_update = before_update
 
 for epoch in loop.epochs(3):
     for batch in epoch.train:
@@ -157,6 +171,9 @@ def assert_same(mine: list[Any], theirs: list[Any]) -> None:
         ["0@0:SIGKILL", "1@e2:SIGKILL"],
         ["1@3:SIGKILL", "2@3:SIGKILL"],
         ["1@4:SIGTERM"],
+        # rank 0 has not taken the step that rank 1 has, and the other way round
+        ["2@6:SIGKILL", "0@5:behind"],
+        ["2@6:SIGKILL", "1@5:behind"],
     ],
     ids=" ".join,
 )
@@ -165,7 +182,7 @@ def test_the_others_go_on_with_the_same_result(job: Job, losses: list[str]) -> N
     assert code == 0, out + err
     found = result(job.folder)
     assert_same(found, alone(job.folder / "alone", SCRIPT, 12))
-    assert found[3] == 3 - len(losses)
+    assert found[3] == 3 - sum("SIG" in word for word in losses)
     assert "workers repeat what was interrupted" in out or "1 worker repeat" in out
     rows = (job.folder / "logs" / "membership.csv").read_text().splitlines()
     assert rows[0].startswith("time,membership,step,workers,lost,joined,seconds")
@@ -202,6 +219,19 @@ def test_a_runners_training_goes_on_too(job: Job, losses: list[str]) -> None:
     found = result(job.folder)
     assert found[3] == 1
     assert_same(found, alone(job.folder / "alone", Runner.SCRIPT, 12))
+
+
+@pytest.mark.parametrize("loss", ["1@v8:SIGKILL", "0@10:SIGKILL"])
+def test_evaluations_between_steps_are_repeated(job: Job, loss: str) -> None:
+    often = Runner.SCRIPT.replace("    loaders={", "    evaluate_every=4, loaders={").replace(
+        'self.maybe(f"e{training.epoch + 1}")', 'self.maybe(f"v{training.step}")'
+    )
+    code, out, err = job.run("-n", "3", "--elastic", job.script(often), "4", "0", loss)
+    assert code == 0, out + err
+    found = result(job.folder)
+    assert found[3] == 2
+    assert found[1]["step"] == [4, 8, 12, 16, 20, 21]
+    assert_same(found, alone(job.folder / "alone", often, 12))
 
 
 def test_what_cannot_go_on_says_why(job: Job) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from allhands.comm.flat_layout import fused
+from allhands.comm.flat_layout import fused, joined
 from allhands.errors import WorldError
 from allhands.world import World
 
 # Stands before a string, so that what another call sends is not taken for one.
 _TEXT = b"text:"
+_MESSAGE = 25 * 2**20  # bytes of tensors that travel together
 
 
 def all_reduce_sum(values: Sequence[torch.Tensor], world: World) -> None:
@@ -104,6 +107,75 @@ def broadcast_ints(values: Sequence[int] | None, world: World, source: int = 0) 
         data = torch.empty(int(length), dtype=torch.int64, device=world.device)
     dist.broadcast(data, source)
     return data.tolist()
+
+
+def broadcast_bytes(data: bytes, world: World, source: int) -> bytes:
+    """Rank `source`'s bytes, on every rank; what the others pass is not used."""
+    if world.world_size == 1:
+        return data
+    own = world.rank == source
+    (length,) = broadcast_ints([len(data)] if own else None, world, source)
+    if not length:
+        return b""
+    if own:
+        sent = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(world.device)
+    else:
+        sent = torch.empty(length, dtype=torch.uint8, device=world.device)
+    dist.broadcast(sent, source)
+    return data if own else sent.cpu().numpy().tobytes()
+
+
+def broadcast_new(
+    given: Sequence[torch.Tensor] | None,
+    forms: Sequence[tuple[Sequence[int], torch.dtype]],
+    world: World,
+    source: int,
+) -> list[torch.Tensor]:
+    """Rank `source`'s tensors on every rank, in few large messages. The others make them.
+
+    Args:
+        given: on rank `source`, the tensors, which stay as they are; None on the others.
+        forms: shape and dtype of each, on all ranks.
+        world: the ranks.
+        source: the rank that has them.
+
+    Returns:
+        On rank `source` `given`; else new tensors on the world's device, views of the messages.
+    """
+    found: list[Any] = list(given) if given is not None else [None] * len(forms)
+    if world.world_size == 1:
+        return found
+    for numbers in _messages(forms):
+        dtype = forms[numbers[0]][1]
+        sizes = [math.prod(forms[number][0]) for number in numbers]
+        if given is None:
+            flat = torch.empty(sum(sizes), dtype=dtype, device=world.device)
+        else:
+            flat = joined(given[number] for number in numbers).to(world.device)
+        if len(flat):
+            dist.broadcast(flat.view(torch.uint8), source)  # gloo and nccl know few dtypes
+        if given is None:
+            for number, part in zip(numbers, flat.split(sizes), strict=True):
+                found[number] = part.view(list(forms[number][0]))
+    return found
+
+
+def _messages(forms: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[list[int]]:
+    """The numbers of the forms that travel together: of one dtype, and up to so many bytes."""
+    messages: list[list[int]] = []
+    room: dict[torch.dtype, tuple[list[int], int]] = {}
+    for number, (shape, dtype) in enumerate(forms):
+        size = math.prod(shape) * dtype.itemsize
+        if not size:
+            messages.append([number])
+            continue
+        message, left = room.get(dtype, ([], 0))
+        if size > left:
+            message, left = [], max(_MESSAGE, size)
+            messages.append(message)
+        message.append(number)
+        room[dtype] = message, left - size
+    return messages
 
 
 def all_gather_rows(rows: torch.Tensor, world: World) -> list[torch.Tensor]:

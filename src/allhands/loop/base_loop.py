@@ -258,7 +258,7 @@ class BaseLoop(BoundLoop):
         measure.start(measure.where)
         self.logged.start()
         if self.elastic is not None and not self._resumed:
-            self.elastic.forget_measured()
+            self.elastic.measures.forget()
 
     def due(self, iterations: Iterator[Any]) -> Iterator[Any]:
         """The same iterations, with what is due between two of them."""

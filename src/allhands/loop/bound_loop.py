@@ -13,8 +13,9 @@ from torch import nn
 
 from allhands.data import CountedRows, Feed, build_feeds
 from allhands.errors import UserError, WorldError
-from allhands.loop.elastic import Elastic, regrouping_of
+from allhands.loop.elastic import Elastic
 from allhands.loop.grouped import GroupedLoop
+from allhands.loop.joining import regrouping_of
 from allhands.loop.loader_steps import LoaderSteps
 from allhands.loop.loop_checkpoints import LoopCheckpoints
 from allhands.loop.optimizer_group import OptimizerGroup
@@ -93,15 +94,18 @@ class BoundLoop(GroupedLoop, ABC):
             strategy.level or self.level,
             None if elastic is None else strategy.shares(elastic.began_with),
         )
+        follow = elastic is not None and elastic.brings_weights
         self.trained = [feed for name, feed in self.feeds.items() if name.startswith("train")]
         if not self.groups:
             self.groups = {
-                name: OptimizerGroup(part, world, self.task, self._try_on, self.reporter.line)
+                name: OptimizerGroup(
+                    part, world, self.task, self._try_on, self.reporter.line, follow
+                )
                 for name, part in self.parts(settings).items()
             }
         else:
             for group in self.groups.values():
-                group.bind()
+                group.bind(follow)
         placement = next(iter(self.groups.values())).placement
         self.counts, self.slices, self.stream = placement.counts, placement.slices, placement.stream
         together = None if strategy.alone else world
@@ -153,9 +157,14 @@ class BoundLoop(GroupedLoop, ABC):
         """Let go of what belongs to the group, in which some rank may be gone."""
         for group in self.groups.values():
             group.close()
-            group.exchange.finish()
+            group.exchange.abandon()
         self._close_feeds()
         self.checkpoints.abandon()
+
+    def begin_anew(self) -> None:
+        """Strategies are bound to other members, who have the same weights: steps follow."""
+        for group in self.groups.values():
+            group.begin(self.global_step)
 
     def renew_steps(self) -> None:
         """Read this rank's share from here on, in the world as it is now."""
@@ -175,8 +184,9 @@ class BoundLoop(GroupedLoop, ABC):
             )
         return self._reading.same()
 
-    def look_again(self) -> None:
-        """Look at the next steps as a rank does that begins with them."""
+    def look_again(self, joined: bool) -> None:
+        """Look at the next losses as a rank does that begins with them; where one has `joined`, at
+        the next iterations, too."""
         for rule in self.rules():
             rule.forget()
 

@@ -291,7 +291,7 @@ class LoopCheckpoints(Checkpoints):
         ranks, unfinished metrics."""
         loop, world, strategy = self.loop, self.loop.world, self.loop.strategy
         first = checkpoint.load_own(path, 0)
-        feeds = tree.join(state["feeds"], _under(first, "feeds/"))
+        feeds = tree.join(state["feeds"], tree.under(first, "feeds/"))
         for name, feed in loop.feeds.items():
             if name in feeds:
                 feed.load_state_dict(feeds[name])
@@ -305,7 +305,7 @@ class LoopCheckpoints(Checkpoints):
             self._load_strategys_own(path, state, first, prefix, group)
         if state["position"] is None:
             return
-        self._logged = list(_under(first, "logged/"))
+        self._logged = list(tree.under(first, "logged/"))
         loop.position = position = Position(**state["position"])
         unknown = [name for name in position.done if name not in loop.feeds]
         if unknown:
@@ -316,8 +316,8 @@ class LoopCheckpoints(Checkpoints):
         if alike:
             own = first if world.rank == 0 else checkpoint.load_own(path, world.rank)
             self._own = [own]
-            self._generators = _under(own, "generators/")
-            values = _under(own, "buffers/")
+            self._generators = tree.under(own, "generators/")
+            values = tree.under(own, "buffers/")
             for name, buffer in loop.named_buffers():
                 buffer.copy_(values[name])
             return
@@ -339,17 +339,17 @@ class LoopCheckpoints(Checkpoints):
         all."""
         before = state["world_size"]
         world, strategy = self.loop.world, group.strategy
-        if not _under(first, prefix):
+        if not tree.under(first, prefix):
             return
         kept: Tensors = {}
         if before == world.world_size:
-            kept = _under(
+            kept = tree.under(
                 first if world.rank == 0 else checkpoint.load_own(path, world.rank), prefix
             )
         elif world.rank == 0:
-            kept = _under(first, prefix)
+            kept = tree.under(first, prefix)
             for rank in range(1, before):
-                for name, value in _under(checkpoint.load_own(path, rank), prefix).items():
+                for name, value in tree.under(checkpoint.load_own(path, rank), prefix).items():
                     kept[name] = kept[name] + value if name in kept else value
         (written,) = state["strategy"]
         if written == strategy.name and group.exchange.load_own_tensors(kept):
@@ -370,17 +370,11 @@ class LoopCheckpoints(Checkpoints):
                 )
             )
         if loop.measure is not None and position.steps:
-            loop.measure.take_up([_under(own, "metrics/") for own in self._own])
-            loop.logged.take_up([_under(own, "logged/") for own in self._own], self._logged)
+            loop.measure.take_up([tree.under(own, "metrics/") for own in self._own])
+            loop.logged.take_up([tree.under(own, "logged/") for own in self._own], self._logged)
         self._own, self._generators = [], None
 
 
 def _scaler_state(group: OptimizerGroup) -> Any:
     scaler = group.precision.scaler
     return scaler.state_dict() if scaler is not None else None
-
-
-def _under(tensors: Tensors, prefix: str) -> Tensors:
-    return {
-        key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)
-    }

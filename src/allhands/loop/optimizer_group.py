@@ -43,6 +43,7 @@ class OptimizerGroup:
         task: Task,
         try_on: Callable[[nn.Module, int], Any],
         say: Callable[[str], None],
+        weights_follow: bool = False,
     ) -> None:
         self.settings, self.world = settings, world
         self.optimizer, self.strategy = settings.optimizer, settings.strategy
@@ -55,15 +56,21 @@ class OptimizerGroup:
                 self.optimizer.load_state_dict(self.optimizer.state_dict())
         self.schedule = Schedule(settings.scheduler)
         self._task, self._try_on, self._say = task, try_on, say
-        self.bind()
+        self.bind(weights_follow)
 
-    def bind(self) -> None:
-        """Bind the strategy to the model and the optimizer, in the world as it is now."""
+    def bind(self, weights_follow: bool) -> None:
+        """Bind the strategy to the model and the optimizer, in the world as it is now.
+
+        Args:
+            weights_follow: see `BindOptions`.
+        """
         settings, world, scaler = self.settings, self.world, self.precision.scaler
         if scaler is not None and self.strategy.parted and world.world_size > 1:
             scaler.together = world
         self.captures = captures_steps(settings, world, self._task, scaler is not None, self._say)
-        options = BindOptions(settings.seed, scaler, self._try_on, settings.clip_norm)
+        options = BindOptions(
+            settings.seed, scaler, self._try_on, settings.clip_norm, weights_follow
+        )
         bound = self.strategy.bind(settings.model, self.optimizer, world, options)
         self.placement, self.exchange, self.state = bound.placement, bound.exchange, bound.state
         self.called, self.model = self.placement.module, self.placement.model

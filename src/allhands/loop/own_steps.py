@@ -100,9 +100,10 @@ class OwnSteps(PassesByHand, Reports):
     def held_by_ranks(self) -> list[str]:
         return [name for name, (_, each_rank) in self.registered.items() if each_rank]
 
-    def look_again(self) -> None:
-        super().look_again()
-        self.misuse.begin()
+    def look_again(self, joined: bool) -> None:
+        super().look_again(joined)
+        if joined:
+            self.misuse.begin()
 
     def _own_rules(self) -> Iterator[LossRule]:
         return (function.rule for function, _ in self._functions.values())

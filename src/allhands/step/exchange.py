@@ -119,6 +119,9 @@ class Exchange:
         """The training has ended without an error: leave what `begin` has opened; weights and the
         optimizer's state are in the objects of the training."""
 
+    def abandon(self) -> None:
+        """Some rank is gone: leave what `begin` has opened, without a word to the others."""
+
     # ------------------------------------------------------------------ a step
 
     def no_exchange(self) -> AbstractContextManager[None]:

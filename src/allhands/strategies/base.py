@@ -35,12 +35,15 @@ class BindOptions:
             exchange takes.
         try_on: calls a module on training data, where something is measured.
         clip_norm: bound of the gradients' norm.
+        weights_follow: the caller brings weights and the optimizer's state to all ranks after
+            binding, so that they need not be sent before.
     """
 
     seed: int = 42
     scaler: Scaler | None = None
     try_on: TryOn | None = None
     clip_norm: float | None = None
+    weights_follow: bool = False
 
 
 BIND_OPTIONS = BindOptions()

@@ -145,9 +145,10 @@ class DDP(Strategy):
         if world.world_size == 1:
             return super().bind(model, optimizer, world, options)
         module = nn.SyncBatchNorm.convert_sync_batchnorm(model) if self.sync_batchnorm else model
-        broadcast_tensors(
-            [*(parameter.detach() for parameter in module.parameters()), *module.buffers()], world
-        )
+        if not options.weights_follow:
+            broadcast_tensors(
+                [*(p.detach() for p in module.parameters()), *module.buffers()], world
+            )
         sharded = ShardedState(module, optimizer, world) if self.parted else None
         exchange = DDPExchange(
             module, optimizer, world, self.bucket_cap_mb, self.compress, options, sharded

@@ -170,6 +170,9 @@ class DDPExchange(Exchange):
         assert self.buckets is not None
         self.buckets.close()
 
+    def abandon(self) -> None:
+        self.finish()
+
     # ------------------------------------------------------------------ a step
 
     def no_exchange(self) -> AbstractContextManager[None]:

@@ -113,7 +113,7 @@ class KVStore(KVStoreSettings, Strategy):
         world: World,
         options: BindOptions = BIND_OPTIONS,
     ) -> Bound:
-        if world.world_size > 1:
+        if world.world_size > 1 and not options.weights_follow:
             broadcast_tensors(list(model.buffers()), world)
         stored = StoredModel(self, model, optimizer, world)
         return Bound(

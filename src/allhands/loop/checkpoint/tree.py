@@ -51,6 +51,13 @@ def join(rest: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[s
     return {key: _fill(value, tensors) for key, value in rest.items()}
 
 
+def under(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    """Those whose names begin with a prefix, by what follows it."""
+    return {
+        key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)
+    }
+
+
 def _strip(value: Any, path: str, tensors: dict[str, Any]) -> Any:
     if isinstance(value, Held):
         tensors[path] = value

@@ -1,0 +1,55 @@
+"""How a process comes to be among the members of its world, and which errors tell that one is
+gone."""
+
+from __future__ import annotations
+
+from allhands.errors import WorldError
+from allhands.launch import worker
+from allhands.world import World
+from allhands.world.regroup import Regrouping, began_with
+
+# What PyTorch's errors say where a connection has ended, or a group was aborted.
+_SIGNS = ("gloo", "NCCL", "nccl", "onnection", "peer", "aborted", "ProcessGroup", "process group")
+
+_regrouping: Regrouping | None = None
+
+
+def regrouping_of(world: World) -> Regrouping | None:
+    """The memberships of this process's world; None where its members never change. A process that
+    was started in the place of a lost one waits until it is taken in.
+
+    To be called on every rank once a training begins.
+    """
+    global _regrouping
+    if began_with() is None or not worker.active():
+        return None
+    if _regrouping is None:
+        _regrouping = Regrouping(worker.fail)
+        if _regrouping.outside:
+            _join(_regrouping)
+        else:
+            _regrouping.watch()
+    return _regrouping
+
+
+def _join(regrouping: Regrouping) -> None:
+    worker.ask_to_join()
+    while True:
+        membership = regrouping.newest(float("inf"))
+        assert membership is not None
+        try:
+            regrouping.enter(membership)
+        except (RuntimeError, WorldError) as error:
+            if not is_loss(error, regrouping):
+                raise
+            regrouping.outside = True
+        else:
+            regrouping.joined = True
+            return
+
+
+def is_loss(error: BaseException, regrouping: Regrouping) -> bool:
+    """Whether an error may be that some rank is gone."""
+    if not isinstance(error, (RuntimeError, WorldError)):
+        return False
+    return any(sign in str(error) for sign in _SIGNS) or regrouping.changed()
