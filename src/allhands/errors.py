@@ -8,8 +8,8 @@ traceback.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
 
 
 class AllhandsError(Exception):
@@ -77,3 +77,20 @@ def warn_renamed(old: str, new: str) -> None:
         FutureWarning,
         stacklevel=3,
     )
+
+
+def refuse_name(module: str, name: str, instead: Mapping[str, str]) -> NoReturn:
+    """Say that a module of ours has no such name.
+
+    Args:
+        module: its full name.
+        name: that was asked for.
+        instead: what to write, for names that another library has.
+
+    Raises:
+        UserError: `instead` knows the name.
+        AttributeError: it does not.
+    """
+    if name in instead:  # an AttributeError would not be told by `from … import`
+        raise UserError(f"{module.rpartition('.')[2]}.{name} is not here; write {instead[name]}")
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")

@@ -410,3 +410,13 @@ def test_a_job_that_is_signalled_and_then_preempted_goes_on_to_the_same_end(
     )
     differing = [name for name in whole_state if not torch.equal(cut[name], whole_state[name])]
     assert not differing, f"{differing}\n{out}"
+
+
+def test_a_task_computes_with_the_cpus_that_slurm_gave_it(scripts: Scripts) -> None:
+    scripts.write(
+        "threads.py",
+        "import torch, allhands\nallhands.init(device='cpu')\nprint(torch.get_num_threads())\n",
+    )
+    for options in ("-N1 -n2", "-N2 -n2"):
+        done = scripts.srun(options, "threads.py", env={"OMP_NUM_THREADS": ""})
+        assert done.stdout.split() == ["1", "1"], done.stderr

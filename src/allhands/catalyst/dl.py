@@ -41,7 +41,7 @@ from allhands.catalyst.setting_callbacks import (
     TqdmCallback,
 )
 from allhands.catalyst.supervised_runner import SupervisedRunner
-from allhands.catalyst.translation import refuse_name
+from allhands.errors import refuse_name
 
 # A metric of torchmetrics is computed over a loader in either case.
 BatchMetricCallback = LoaderMetricCallback
@@ -109,7 +109,7 @@ _INSTEAD = {
 
 
 def __getattr__(name: str) -> Any:
-    refuse_name("dl", name, _INSTEAD)
+    refuse_name(__name__, name, _INSTEAD)
 
 
 __all__ = [

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from allhands.catalyst.translation import refuse_name
 from allhands.comm import all_reduce_sum
+from allhands.errors import refuse_name
 from allhands.world import current_world
 
 
@@ -83,7 +83,7 @@ def __getattr__(name: str) -> Any:
         "map",
         "mrr",
     )
-    refuse_name("metrics", name, {name: instead} if known else {})
+    refuse_name(__name__, name, {name: instead} if known else {})
 
 
 __all__ = ["AdditiveMetric", "accuracy"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from allhands.errors import UserError, kind_of
 from allhands.runner import Callback
@@ -75,19 +75,6 @@ def translate(
                 raise UserError(f"two metrics are named {name!r}; write prefix='…' in {kind}")
             metrics[name] = metric
     return {**settings, "metrics": metrics or None}, rest
-
-
-def refuse_name(module: str, name: str, instead: Mapping[str, str]) -> NoReturn:
-    """Say that a module of ours has no such name.
-
-    Args:
-        module: "dl" or "utils".
-        name: that was asked for.
-        instead: what to write for names of Catalyst's.
-    """
-    if name in instead:  # an AttributeError would not be told by `from … import`
-        raise UserError(f"{module}.{name} is not here; write {instead[name]}")
-    raise AttributeError(f"module 'allhands.catalyst.{module}' has no attribute {name!r}")
 
 
 def only_default(kind: str, **given: Any) -> None:

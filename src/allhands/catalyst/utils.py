@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from allhands.catalyst.translation import refuse_name
 from allhands.data import seed_everything as set_global_seed
+from allhands.errors import refuse_name
 from allhands.runner.utils import distributed_cmd_run
 
 _INSTEAD = {
@@ -73,7 +73,7 @@ def set_requires_grad(model: nn.Module, requires_grad: bool | Mapping[str, bool]
 
 
 def __getattr__(name: str) -> Any:
-    refuse_name("utils", name, _INSTEAD)
+    refuse_name(__name__, name, _INSTEAD)
 
 
 __all__ = [

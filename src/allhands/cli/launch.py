@@ -23,10 +23,11 @@ from allhands.launch.local import LocalHost
 from allhands.launch.mpi import run_mpi
 from allhands.launch.options import Options
 from allhands.launch.plan import Command
-from allhands.launch.processes import cores, gpus
+from allhands.launch.processes import gpus
 from allhands.launch.protocol import MARK
 from allhands.launch.slurm import Allocation, SlurmNode, allocation, submit
 from allhands.launch.ssh import SshHost
+from allhands.world.cpu_share import cores
 
 
 def launch(

@@ -134,13 +134,6 @@ def core_quota() -> float | None:
     return None
 
 
-def cores() -> int:
-    """The cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def number_in(path: Path) -> int | None:
     """The number with which a file begins; None where it does not."""
     try:

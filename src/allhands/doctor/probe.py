@@ -21,7 +21,6 @@ from typing import Any
 
 from allhands.doctor.host_facts import (
     core_quota,
-    cores,
     file_system,
     locked_memory,
     memory,
@@ -42,6 +41,7 @@ from allhands.doctor.probe_network import (
     threads,
 )
 from allhands.wire import Acceptor
+from allhands.world.cpu_share import cores
 from allhands.world.interface import reachable_addresses
 
 # It cannot outlive a connection whose end nobody tells it, as after a power cut.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from allhands.errors import refuse_name
+
 # public name -> module that defines it
 _LAZY = {
     "Federated": "allhands.federated.strategy",
@@ -28,6 +30,20 @@ _LAZY = {
     "FederatedDataset": "allhands.federated.coala.datasets",
     "FederatedTensorDataset": "allhands.federated.coala.datasets",
     "FederatedTorchDataset": "allhands.federated.coala.datasets",
+}
+# COALA's names that are not here.
+_SERVICES = (
+    "`allhands federated server -C run.yml` on the server's host and `allhands federated site "
+    "-C run.yml` at each site (docs/federated_sites.md)"
+)
+_INSTEAD = {
+    **dict.fromkeys(
+        ("start_server", "start_client", "start_remote_server", "start_remote_client"), _SERVICES
+    ),
+    "FederatedImageDataset": "register_dataset(torchvision.datasets.ImageFolder(folder, transform),"
+    " …), which data.split_type divides; FederatedTorchDataset({client: data set, …}) where the "
+    "clients' images are divided already",
+    "BaseModel": "torch.nn.Module",
 }
 _MODULES = {"slurm": "allhands.world.slurm"}
 
@@ -61,7 +77,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(_MODULES[name])
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
-    raise AttributeError(f"module 'allhands.federated' has no attribute {name!r}")
+    return refuse_name(__name__, name, _INSTEAD)
 
 
 def __dir__() -> list[str]:

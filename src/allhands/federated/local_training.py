@@ -54,6 +54,7 @@ class LocalOptimizer:
         "ASGD",
         "Rprop",
     )
+    FUSED = ("SGD", "Adam", "AdamW")  # of these, those with a fused update on CPUs
 
     @classmethod
     def like(cls, optimizer: torch.optim.Optimizer, model: nn.Module) -> LocalOptimizer:
@@ -98,14 +99,23 @@ class LocalOptimizer:
         for (start, stop), options in zip(layout.groups, self.options, strict=True):
             flat = rows[:, start:stop].detach().requires_grad_()
             flat.grad = gradients[:, start:stop]
-            # Operations on lists of tensors cost more than they spare when the list has one.
-            single = (
-                {"foreach": False}
-                if options.get("foreach", False) is None and not options.get("fused")
-                else {}
-            )
-            groups.append({"params": [flat], **options, **single})
+            groups.append({"params": [flat], **options, **self._way(options, flat)})
         return self.kind(groups)  # type: ignore[call-arg]  # of a class of its own, with defaults
+
+    def _way(self, options: Mapping[str, Any], flat: torch.Tensor) -> dict[str, Any]:
+        """How the update of one vector is computed, where the user leaves it open."""
+        if options.get("foreach", False) is not None or options.get("fused"):
+            return {}
+        # One pass over the memory, and no temporary vectors: on a CPU half the time of Adam.
+        if (
+            flat.device.type == "cpu"
+            and self.kind.__name__ in self.FUSED
+            and options.get("fused", False) is None
+            and not options.get("differentiable")
+        ):
+            return {"fused": True}
+        # Operations on lists of tensors cost more than they spare when the list has one.
+        return {"foreach": False}
 
     def over(self, named: Mapping[str, torch.Tensor]) -> torch.optim.Optimizer:
         """The optimizer over tensors by the parameters' names, each for itself."""
@@ -117,7 +127,9 @@ class LocalOptimizer:
         """Give an optimizer that `make` or `over` made the `options`, of which a schedule may have
         changed some."""
         for group, options in zip(optimizer.param_groups, self.options, strict=True):
-            group.update(options)
+            group.update(
+                (key, value) for key, value in options.items() if key not in ("foreach", "fused")
+            )
 
 
 def restart(optimizer: torch.optim.Optimizer) -> None:

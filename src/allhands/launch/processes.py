@@ -131,13 +131,6 @@ def signal_group(group: int, number: int) -> bool:
     return True
 
 
-def cores() -> int:
-    """Processor cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def exit_of(status: int) -> dict[str, Any]:
     """A wait status as `{"code": n}` or `{"signal": n}`."""
     if os.WIFSIGNALED(status):

@@ -12,6 +12,7 @@ from typing import Any
 from allhands.errors import UserError
 from allhands.launch import horovod_alias, processes
 from allhands.launch.python import versions
+from allhands.world.cpu_share import cores
 
 
 def set_up(
@@ -51,10 +52,10 @@ def set_up(
             ) from None
     gpus = processes.gpus() if local_workers is None else None
     if local_workers is None:
-        local_workers = gpus or processes.cores()
+        local_workers = gpus or cores()
     # OpenMP reads this once, when torch is loaded, so it has to stand before the preload.
     if threads is None and "OMP_NUM_THREADS" not in os.environ:
-        threads = max(1, processes.cores() // max(1, local_workers))
+        threads = max(1, cores() // max(1, local_workers))
     if threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
     failed = {}
@@ -69,7 +70,7 @@ def set_up(
             failed[name] = str(error)
     gc.enable()
     return {
-        "cores": processes.cores(),
+        "cores": cores(),
         "gpus": gpus,
         "threads": os.environ["OMP_NUM_THREADS"],
         "versions": versions(),

@@ -15,7 +15,6 @@ from allhands.checks import check_whole
 from allhands.comm import calls, hook_calls
 from allhands.errors import UserError, WorldError
 from allhands.launch import spawn, worker
-from allhands.launch.processes import cores
 from allhands.launch.rendezvous import Rendezvous, gather
 from allhands.loop.reporter import (
     ConsoleReporter,
@@ -26,6 +25,7 @@ from allhands.loop.reporter import (
 )
 from allhands.strategies import DDP, Single, Strategy, strategy_named
 from allhands.world import Layout, World, current_world, detect, finalize, init, slurm
+from allhands.world.cpu_share import cores
 
 # Seconds that workers have for a last checkpoint, once they are asked to leave.
 SAVE_GRACE = 30.0

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from allhands.launch import spawn
-from allhands.launch.processes import cores
 from allhands.loop.workers import gather_nodes, node_task, world_around
 from allhands.world import finalize, init
+from allhands.world.cpu_share import cores
 
 
 def distributed_cmd_run(

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from allhands.checks import check_whole, is_number
 from allhands.errors import AllhandsError, UserError
 from allhands.launch import idle_agents, spawn
-from allhands.launch.processes import cores
 from allhands.loop.workers import plan
 from allhands.report import require_matplotlib
 from allhands.strategies import Single, Strategy
@@ -28,6 +27,7 @@ from allhands.verify.noise import judge
 from allhands.verify.probes import NoProbe, listed
 from allhands.verify.report import Report
 from allhands.verify.runs import CannotVary, Runs, Subject, Trace, Variation, leaves_on_sigterm
+from allhands.world.cpu_share import cores
 
 if TYPE_CHECKING:
     from allhands.verify.causes import Case

@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from allhands.errors import AllhandsError, WorldError
-from allhands.world import failure_detector, interface, mpilib
+from allhands.world import cpu_share, failure_detector, interface, mpilib
 from allhands.world.connections import noted
 from allhands.world.detection import find_environment
 from allhands.world.devices import choose_backend, only_gpu_name, pick_device, visible_gpus
@@ -49,11 +49,9 @@ class World:
     """The processes that train together, seen from this one. All numbers count from 0.
 
     `backend` is "gloo", "nccl", "mpi", or "none" for a process alone, which has no group.
-    `environment` names
-    what started the processes: "alone", "explicit" (arguments of `init`), "torchrun", "allhands
-    launch",
-    "slurm", "openmpi", "mpich" (also Intel MPI), or "torch.distributed" when the group was there
-    before `init`.
+    `environment` names what started the processes: "alone", "explicit" (arguments of `init`),
+    "torchrun", "allhands launch", "slurm", "openmpi", "mpich" (also Intel MPI), or
+    "torch.distributed" when the group was there before `init`.
     """
 
     rank: int
@@ -84,6 +82,7 @@ class _State:
     set_ifname: bool = False
     store: Any = None  # rank 0's listener lives as long as this object
     failure_detector: failure_detector.FailureDetector | None = None
+    restore_threads: Callable[[], None] | None = None
     # Of a world whose members may change.
     member: Member | None = None
     place: str = ""
@@ -119,7 +118,8 @@ def init(
     Who we are comes from the arguments, else torchrun's variables, else Slurm (a step of srun),
     else Open MPI, else MPICH or Intel MPI, else this process is alone. A process that something
     started gets a group even when it is the only one, so that a script which calls
-    torch.distributed runs at any size; a process that is alone gets none.
+    torch.distributed runs at any size; a process that is alone gets none. Where nobody has set
+    torch's number of threads, the processes of a host share its cores.
 
     Args:
         backend: "auto" (nccl where this process sees a GPU, else gloo), "gloo", "nccl" or "mpi".
@@ -134,9 +134,8 @@ def init(
 
     Returns:
         The world. A second call with nothing that contradicts the first returns the same one. A
-        group that
-        the caller has already made with torch.distributed is adopted: `finalize` will not destroy
-            it.
+            group that the caller has already made with torch.distributed is adopted: `finalize`
+            will not destroy it.
 
     Raises:
         UserError: an argument or variable cannot be honoured (more workers than GPUs, nccl without
@@ -172,8 +171,7 @@ def init(
 
 def finalize() -> None:
     """Leave the world: destroy the group that `init` made. Safe to call twice, or without `init`;
-    returns within 10 s.
-    """
+    returns within 10 s."""
     global _state
     with _lock:
         state, _state = _state, None
@@ -183,6 +181,8 @@ def finalize() -> None:
             state.failure_detector.close()
         if state.set_ifname:
             os.environ.pop(interface.VARIABLE, None)
+        if state.restore_threads is not None:
+            state.restore_threads()
         import torch.distributed as dist
 
         if state.made_group and dist.is_initialized():
@@ -191,10 +191,7 @@ def finalize() -> None:
 
 def _leave_at_exit() -> None:
     """Leave the world at the end of a script that did not, so that nccl has nothing to complain
-    about.
-
-    Not after an error: the others may never come to take the group down together.
-    """
+    about. Not after an error: the others may never come to take the group down together."""
     if getattr(sys, "last_type", None) is None:
         finalize()
 
@@ -226,6 +223,7 @@ def _start(request: InitRequest, environ: Environ) -> _State:
         gpus=gpus,
         gpu=only_gpu_name(gpus),
         address=opened.own_address,
+        cores=cpu_share.own_mask(),
     )
     if environ.get(JOINS) == "1":
         opened.everyone_came()
@@ -242,6 +240,7 @@ def _start(request: InitRequest, environ: Environ) -> _State:
     if silence is not None and layout.world_size > 1:
         detector = _detect_failures(opened.store, layout, opened.place, silence, one_host)
     make_group(opened.store, backend, chosen, layout, timeout)
+    restore_threads = cpu_share.limit_threads(members, layout.rank, environ)
     if layout.environment in {"openmpi", "mpich"}:
         mpilib.end_job_on_error(layout.rank, member.name, environ)
     world = World(
@@ -261,6 +260,7 @@ def _start(request: InitRequest, environ: Environ) -> _State:
         set_ifname=set_ifname,
         store=opened.store,
         failure_detector=detector,
+        restore_threads=restore_threads,
         member=member,
         place=opened.place,
     )

@@ -96,3 +96,42 @@ def test_three_processes_give_what_one_gives(tmp_path, monkeypatch):
             )
             for name, values in theirs["history"]["test"].items():
                 assert ours["history"]["test"][name] == pytest.approx(values, rel=1e-6), name
+
+
+COHORTS = ((1, "dir"), (3, "class"), (5, "dir"))
+
+
+def cohorts(processes: int) -> list[list[float]]:
+    """The weights after trainings with fewer clients than 3 processes, as many, and more."""
+    drawn = torch.Generator().manual_seed(2)
+    x = torch.randn(240, 6, generator=drawn)
+    samples = torch.utils.data.TensorDataset(x, x[:, :3].argmax(1))
+    found = []
+    for clients, split in COHORTS:
+        api.unregister()
+        coala.register_model(alone.Net)
+        coala.register_dataset(samples, samples)
+        coala.init(
+            {
+                "gpu": processes if processes > 1 else 0,
+                "data": {"split_type": split, "num_of_clients": 6, "min_size": 5},
+                "server": {"rounds": 2, "clients_per_round": clients},
+                "client": {"local_epoch": 1},
+            }
+        )
+        result = coala.run()
+        assert [len(cohort) for cohort in result.history["cohort"]] == [clients, clients]
+        found.append(alone.flat(result.model).tolist())
+    api.unregister()
+    return found
+
+
+def test_fewer_clients_than_processes_as_many_and_more(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    allhands.init(device="cpu")
+    expected = cohorts(1)
+    allhands.finalize()
+    api._joined = None
+    for found in in_world(3, cohorts, 3):
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-6)

@@ -57,7 +57,9 @@ class Config(CoalaSection):
         "there is one",
     )
     distributed: Distributed = Distributed()
-    is_remote: Any = only(False, "clients are simulated; there is no service over a network")
+    is_remote: Any = only(
+        False, "clients are simulated; for real sites run `allhands federated server` and `site`"
+    )
     local_port: Any = only(22, "it is the port of a remote service; leave it out")
     tracking: Tracking = Tracking()
     resource_heterogeneous: Heterogeneity = Heterogeneity()

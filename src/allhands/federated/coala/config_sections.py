@@ -224,7 +224,11 @@ class ClientConfig(CoalaSection):
 
     track: Any = only(False, "the clients' loss is in the history that run() returns")
     batch_size: Count = Field(default=32, description="samples of an optimizer step")
-    test_batch_size: Count = Field(default=5, description="samples of a batch when clients test")
+    test_batch_size: Count = Field(
+        default=5,
+        description="samples of a batch when clients test; not written: 64, save in a registered "
+        "client's own test, which gets 5",
+    )
     local_epoch: Count = Field(
         default=10, description="times that a client goes through its samples in a round"
     )

@@ -143,6 +143,19 @@ def is_step(environ: Environ) -> bool:
     return not (step.isdecimal() and int(step) >= _FIRST_SPECIAL_STEP)
 
 
+def cpus_of_task(environ: Environ) -> int | None:
+    """The CPUs that Slurm gives this task: those of ``--cpus-per-task``, or its part of the step's
+    on this node. None where this process is no task, or Slurm does not tell."""
+    if not is_step(environ):
+        return None
+    each = read_int(environ, "SLURM_CPUS_PER_TASK")
+    on_node = read_int(environ, "SLURM_CPUS_ON_NODE")
+    if each is not None or on_node is None:
+        return each
+    tasks = Slurm().layout(environ).local_world_size
+    return max(1, on_node // tasks) if tasks else None
+
+
 def _step_tasks(environ: Environ) -> int | None:
     tasks = read_int(environ, "SLURM_STEP_NUM_TASKS")
     return tasks if tasks is not None else read_int(environ, "SLURM_NTASKS")
