@@ -267,6 +267,37 @@ def test_too_few_workers_save_before_all_start_again(job: Job) -> None:
     assert_same(result(job.folder), alone(job.folder / "alone", SCRIPT, 12))
 
 
+# The script is replaced as a worker dies, and the others wait in epoch 2 for the end of the worker
+# that runs the new one.
+REPLACED = SCRIPT.replace(
+    "            os.kill(",
+    """\
+            new = "import atexit; atexit.register(lambda: open('gone', 'w').close())" + chr(10)
+            new += open(__file__).read()
+            open(__file__, "w").write(new)
+            os.kill(""",
+).replace(
+    "    maybe(f",
+    """\
+    while epoch.number == 2 and not os.path.exists("gone"):
+        time.sleep(0.05)
+    maybe(f""",
+)
+
+
+def test_a_worker_with_another_script_is_refused_by_name_and_the_others_go_on(job: Job) -> None:
+    script = job.script(REPLACED)
+    words = ("-n", "2", "--elastic", "--max-restarts", "3", script, "6", "0", "1@3:SIGKILL")
+    code, out, err = job.run(*words, timeout=120)
+    assert code == 0, out + err
+    assert f"this worker cannot take part: its {script} is another version than the script" in err
+    assert err.count("started again") == 1, "it would be refused again"
+    assert re.search("the others (go on|came to their end)", err)
+    found = result(job.folder)
+    assert found[3] == 1
+    assert_same(found, alone(job.folder / "alone", SCRIPT, 12))
+
+
 def test_an_error_of_the_users_ends_the_job_at_once(job: Job) -> None:
     wrong = SCRIPT.replace("    maybe(f", "    1 / (loop.world.rank - 1)\n    maybe(f")
     code, _, err = job.run("-n", "2", "--elastic", job.script(wrong), "4", "0")

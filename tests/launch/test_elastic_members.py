@@ -39,17 +39,22 @@ def test_a_lost_worker_leaves_at_once_and_another_joins_once_that_is_taken_up() 
     ]
     job.ask_to_join(1)
     assert len(store.changes) == 1, "the others have not made up for the loss yet"
-    job.take_up(1)
+    job.take_up(2, 1)
     assert store.changes[1] == {"epoch": 2, "members": [0, 2, 1], "lost": [], "joined": [1]}
-    job.take_up(2)
+    assert job.trains(2)
+    assert not job.trains(1), "it is a member, and has not got the state of the others"
+    job.take_up(2, 2)
     assert job.is_taken_up
+    assert not job.trains(1)
+    job.take_up(1, 2)
+    assert job.trains(1)
 
 
 def test_one_that_was_about_to_join_waits_again_when_another_is_lost() -> None:
     store = Store()
     job = members(store, 3)
     job.lose(0, "rank 0: killed")
-    job.take_up(1)
+    job.take_up(2, 1)
     job.ask_to_join(0)
     job.lose(2, "rank 2: killed")
     assert store.changes[-1] == {
@@ -58,7 +63,7 @@ def test_one_that_was_about_to_join_waits_again_when_another_is_lost() -> None:
         "lost": ["rank 2: killed"],
         "joined": [],
     }
-    job.take_up(3)
+    job.take_up(2, 3)
     assert store.changes[-1]["members"] == [1, 0]
 
 
@@ -78,7 +83,7 @@ def test_spare_workers_wait_until_one_is_missing() -> None:
     job.ask_to_join(3)
     assert not store.changes
     job.lose(0, "lost")
-    job.take_up(1)
+    job.take_up(2, 1)
     assert store.changes[-1]["members"] == [1, 2]
     job.lose(3, "a spare one is no member")
     assert len(store.changes) == 2

@@ -27,6 +27,7 @@ class ElasticMembers:
         self._size = 0
         self._waiting: list[int] = []
         self._just_joined: list[int] = []  # in the last change, which nobody has taken up yet
+        self._new: set[int] = set()  # that were taken in, and have not begun to train
         self._lost: list[str] = []  # since the last change that was taken up
 
     def begin(self, ranks: Sequence[int], spares: Sequence[int]) -> None:
@@ -34,12 +35,16 @@ class ElasticMembers:
         self.ranks = [rank for rank in ranks if rank not in spares]
         self.epoch = self._taken = 0
         self._size = len(self.ranks)
-        self._waiting, self._just_joined, self._lost = [], [], []
+        self._waiting, self._just_joined, self._lost, self._new = [], [], [], set()
 
     @property
     def is_taken_up(self) -> bool:
         """Whether the workers train as the last change says."""
         return self._taken == self.epoch
+
+    def trains(self, rank: int) -> bool:
+        """Whether a worker is a member, and has begun to train with the others."""
+        return rank in self.ranks and rank not in self._new
 
     def lose(self, rank: int, why: str) -> None:
         """A worker's process is gone."""
@@ -62,8 +67,9 @@ class ElasticMembers:
         self._waiting.append(rank)
         self._take_in()
 
-    def take_up(self, epoch: int) -> None:
+    def take_up(self, rank: int, epoch: int) -> None:
         """A worker trains as the change of this number says."""
+        self._new.discard(rank)
         if epoch > self._taken:
             self._taken = epoch
             if self.is_taken_up:
@@ -80,6 +86,7 @@ class ElasticMembers:
     def _announce(self, joined: list[int]) -> None:
         self.epoch += 1
         self._just_joined = joined
+        self._new = {rank for rank in self._new if rank in self.ranks} | set(joined)
         change: dict[str, Any] = {
             "epoch": self.epoch,
             "members": self.ranks,

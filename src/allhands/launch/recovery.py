@@ -210,6 +210,8 @@ class Recovery:
 
     def _verdict_in_elastic(self, worker: Worker, agent: AgentHandle) -> str:
         members = self.members.ranks
+        if worker.raised is not None and not self.members.trains(worker.rank):
+            return CONTINUE  # it does not fit the others, and would not when started again
         if worker.rank in members:
             left = [rank for rank in members if rank not in self._excused and rank != worker.rank]
             # An exception would be raised again by those that are left.

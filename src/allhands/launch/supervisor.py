@@ -437,7 +437,7 @@ class Supervisor:
         elif kind == "joining":
             self.recovery.members.ask_to_join(worker.rank)
         elif kind == "taken_up":
-            self.recovery.members.take_up(event["value"])
+            self.recovery.members.take_up(worker.rank, event["value"])
         elif kind == "loaded":
             self._not_loaded.discard(worker.rank)
             if not self._not_loaded and self.on_loaded is not None:

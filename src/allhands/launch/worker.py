@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import importlib.machinery
 import importlib.util
 import io
@@ -58,6 +59,8 @@ class _AgentPipe:
 
 
 _link: _AgentPipe | None = None
+# The file that this process runs, and a digest of its contents; "" where it runs none.
+program: tuple[str, str] = ("", "")
 # What the user's program gave to sys.exit, once it has; exit handlers cannot ask Python for it.
 exit_code: int | None = None
 
@@ -352,7 +355,13 @@ def run_script(script: str, args: list[str]) -> None:
     main = _main_module(__file__=path, __cached__=None, __loader__=loader)
     with io.open_code(path) as file:
         source = file.read()
+    _note_program(path, source)
     exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
+
+
+def _note_program(path: str, source: bytes) -> None:
+    global program
+    program = path, hashlib.sha256(source).hexdigest()[:16]
 
 
 def _run_archive(path: str) -> None:
@@ -390,6 +399,8 @@ def _find(name: str) -> importlib.machinery.ModuleSpec | None:
 def _run_spec(spec: importlib.machinery.ModuleSpec) -> None:
     loader: Any = spec.loader
     code = loader.get_code(spec.name)
+    if spec.origin is not None and hasattr(loader, "get_data"):
+        _note_program(spec.origin, loader.get_data(spec.origin))
     if code is None:
         raise SystemExit(f"{sys.executable}: No code object available for {spec.name}")
     main = _main_module(

@@ -13,6 +13,7 @@ from torch import nn
 
 from allhands.data import CountedRows, Feed, build_feeds
 from allhands.errors import UserError, WorldError
+from allhands.loop.admission import terms_of
 from allhands.loop.elastic import Elastic
 from allhands.loop.grouped import GroupedLoop
 from allhands.loop.joining import regrouping_of
@@ -56,7 +57,7 @@ class BoundLoop(GroupedLoop, ABC):
         """Bind it for the first time; the arguments are those of `BaseLoop`."""
         self.settings, self.world, self.reporter, self.task = settings, world, reporter, task
         self._steps: dict[tuple[int, str], OptimizerStep] = {}
-        regrouping = regrouping_of(world)
+        regrouping = regrouping_of(terms_of(Elastic.trainings + 1, self.signature()))
         self.elastic = None if regrouping is None else Elastic(self, regrouping)
         self.measures: dict[str, Any] = {}
         self.rules: Callable[[], Iterable[LossRule]] = tuple
@@ -197,7 +198,7 @@ class BoundLoop(GroupedLoop, ABC):
         """The form of what is trained, in few words."""
         forms = [
             [name, key, list(parameter.shape)]
-            for name, group in self.groups.items()
-            for key, parameter in group.model.named_parameters()
+            for name, part in self.parts(self.settings).items()
+            for key, parameter in part.model.named_parameters()
         ]
         return f"of {len(forms)} parameters ({zlib.crc32(json.dumps(forms).encode()):08x})"

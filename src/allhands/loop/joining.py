@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from allhands.errors import WorldError
 from allhands.launch import worker
-from allhands.world import World
+from allhands.loop import admission
+from allhands.loop.admission import Terms
 from allhands.world.regroup import Regrouping, began_with
 
 # What PyTorch's errors say where a connection has ended, or a group was aborted.
@@ -14,11 +15,17 @@ _SIGNS = ("gloo", "NCCL", "nccl", "onnection", "peer", "aborted", "ProcessGroup"
 _regrouping: Regrouping | None = None
 
 
-def regrouping_of(world: World) -> Regrouping | None:
+def regrouping_of(own: Terms) -> Regrouping | None:
     """The memberships of this process's world; None where its members never change. A process that
     was started in the place of a lost one waits until it is taken in.
 
     To be called on every rank once a training begins.
+
+    Args:
+        own: what a worker that joins must have in common with the others, as this process has it.
+
+    Raises:
+        WorldError: this process does not fit those that it is to join.
     """
     global _regrouping
     if began_with() is None or not worker.active():
@@ -26,9 +33,11 @@ def regrouping_of(world: World) -> Regrouping | None:
     if _regrouping is None:
         _regrouping = Regrouping(worker.fail)
         if _regrouping.outside:
+            admission.check(_regrouping, own)
             _join(_regrouping)
         else:
             _regrouping.watch()
+    admission.tell(_regrouping, own)
     return _regrouping
 
 

@@ -24,9 +24,11 @@ from allhands.world.layout import Layout
 from allhands.world.membership import SupersededError
 from allhands.world.request import DEFAULT_TIMEOUT
 
-# Of the store's keys: those of the memberships, numbered from 1, and the signal that ends the job.
+# Of the store's keys: those of the memberships, numbered from 1, the signal that ends the job, and
+# what a worker that joins must have in common with the others.
 KEY = "elastic/membership"
 STOP_KEY = "elastic/stop"
+TERMS_KEY = "elastic/terms"
 # Seconds in which processes that have met just now are to connect.
 _CONNECT_S = 30.0
 # Seconds for aborting a group.
@@ -81,6 +83,17 @@ class Regrouping:
     def job_ends(self) -> bool:
         """Whether a signal was sent to all workers, and not to this one alone."""
         return bool(self._store.check([STOP_KEY]))
+
+    def set_terms(self, text: str) -> None:
+        """Say what a worker that joins must have in common with those that take part."""
+        self._store.set(TERMS_KEY, text)
+
+    def terms(self) -> str:
+        """What one that takes part has set, which is waited for."""
+        while not self._store.check([TERMS_KEY]):
+            time.sleep(_LOOK_EVERY)
+        text: str = self._store.get(TERMS_KEY).decode()
+        return text
 
     def _read(self, epoch: int) -> Membership:
         told = json.loads(self._store.get(f"{KEY}/{epoch}"))
