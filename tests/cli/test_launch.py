@@ -153,6 +153,20 @@ def test_options_of_other_hosts_arrive(
     assert not {"HOME", "PATH", "CUDA_VISIBLE_DEVICES", "ALLHANDS_LAUNCH"} & variables.keys()
 
 
+@pytest.mark.parametrize(
+    "words", ["--min-workers 2 --max-workers 8", "--min 2 --max 8", "--min=2 --max=8"]
+)
+def test_how_many_workers_an_elastic_job_may_have(
+    folder: Path, launched: list[Launched], monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    main.run(["launch", "-n", "3", "--elastic", *words.split(), "--env", "A=1", "train.py"])
+    options = launched[0].options
+    assert (options.workers, options.min_workers, options.max_workers) == (3, 2, 8)
+    assert options.env_joined["NCCL_DEBUG"] == "INFO"
+    assert options.env_joined["A"] == "1"
+
+
 def test_the_names_of_mxnets_launcher(
     folder: Path, launched: list[Launched], monkeypatch: pytest.MonkeyPatch
 ) -> None:

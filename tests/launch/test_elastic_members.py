@@ -89,15 +89,45 @@ def test_spare_workers_wait_until_one_is_missing() -> None:
     assert len(store.changes) == 2
 
 
+def test_workers_that_are_added_take_part_though_none_is_missing_and_before_spare_ones() -> None:
+    store = Store()
+    job = members(store, 2, spares=1)
+    job.ask_to_join(2)
+    job.add([3, 4])
+    assert not job.is_spare(3)
+    job.ask_to_join(3)
+    assert store.changes[-1]["members"] == [0, 1, 3]
+    job.take_up(0, 1)
+    job.ask_to_join(4)
+    assert store.changes[-1]["members"] == [0, 1, 3, 4]
+    job.take_up(0, 2)
+    assert job.is_spare(2)
+    job.lose(3, "lost")
+    job.take_up(0, 3)
+    assert store.changes[-1]["members"] == [0, 1, 4, 2], "the place of one that was added too"
+    assert not job.is_spare(2)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        (Options(workers=2, max_workers=4), "max_workers=4 is about hosts that join"),
+        (Options(workers=3, elastic=True, max_workers=2), "max_workers=2 is less than workers=3"),
+        (Options(elastic=True, max_workers=0), "max_workers=0"),
         (Options(spares=1), "spares=1 is about workers that take the place of lost ones"),
         (Options(spares=1, elastic=True), "needs the number of workers beside them"),
         (Options(elastic=True, servers=1), "workers with servers need none"),
         (Options(spares=-1), "spares"),
     ],
-    ids=["spares-alone", "spares-of-how-many", "servers", "negative"],
+    ids=[
+        "not-elastic",
+        "fewer-than-there-are",
+        "none",
+        "spares-alone",
+        "spares-of-how-many",
+        "servers",
+        "negative",
+    ],
 )
 def test_options_that_contradict_one_another_are_refused(options: Options, said: str) -> None:
     with pytest.raises(UserError, match=said):

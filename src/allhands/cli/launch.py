@@ -51,6 +51,7 @@ def launch(
     elastic: option.Elastic = False,
     spares: option.Spares = 0,
     min_workers: option.MinWorkers = None,
+    max_workers: option.MaxWorkers = None,
     rejoin_timeout: option.RejoinTimeout = 30.0,
     host_timeout: option.HostTimeout = 15.0,
     sync_dst_dir: option.SyncDstDir = None,
@@ -108,9 +109,11 @@ def launch(
         elastic=elastic,
         spares=spares,
         min_workers=min_workers,
+        max_workers=max_workers,
         rejoin_timeout=rejoin_timeout,
         env_worker=read_env(env_worker or [], "--env-worker"),
         env_server=read_env(env_server or [], "--env-server"),
+        env_joined={} if max_workers is None else forwarded_variables() | variables,
     )
     options.check()
     python = python or sys.executable

@@ -132,8 +132,19 @@ Spares = Annotated[
 MinWorkers = Annotated[
     int | None,
     typer.Option(
+        "--min-workers",
+        "--min",
         help="Restart without hosts that do not come back, as long as so many workers are left. "
-        "With --elastic, fewer save and end."
+        "With --elastic, fewer save and end.",
+    ),
+]
+MaxWorkers = Annotated[
+    int | None,
+    typer.Option(
+        "--max-workers",
+        "--max",
+        help="With --elastic: let further hosts join the job while it runs (`allhands join`), "
+        "up to so many workers.",
     ),
 ]
 RejoinTimeout = Annotated[float, typer.Option(help="Seconds for a lost host to come back.")]

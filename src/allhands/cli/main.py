@@ -42,6 +42,9 @@ SUBCOMMANDS = {
         "Run a script, module or program in several workers.",
         ends_options=True,
     ),
+    "join": Subcommand(
+        "allhands.cli.join", "join", "Add workers on this machine to an elastic job that runs."
+    ),
     "run": Subcommand("allhands.cli.run", "run", "Train what a run file describes."),
     "verify": Subcommand(
         "allhands.cli.verify",

@@ -33,6 +33,7 @@ from allhands.launch.setup import set_up
 from allhands.launch.store_host import StoreHost
 from allhands.wire import LineReader, encode
 from allhands.world.interface import own_addresses, reachable_addresses
+from allhands.world.membership import host_id
 
 TICK = 1.0
 # Seconds between SIGTERM and SIGKILL when the launcher is gone, and for what a worker left behind.
@@ -181,7 +182,8 @@ class Agent:
         self.launcher_timeout, self.idle_timeout, self.waits = launcher_timeout, idle, False
         told = set_up(env, cwd, local_workers, threads, preload)
         self.heard_launcher = time.monotonic()
-        self.send(event="ready", host=socket.gethostname(), pid=os.getpid(), **told)
+        told |= {"host": socket.gethostname(), "machine": host_id()}
+        self.send(event="ready", pid=os.getpid(), **told)
 
     def on_store(self, address: str) -> None:
         if self.store:

@@ -13,8 +13,8 @@ from allhands.world.regroup import KEY
 class ElasticMembers:
     """The workers that train together, by the ranks under which they were started.
 
-    A worker that is lost leaves at once. One that asks to join is taken in where one is missing,
-    and once the others have taken up the last change.
+    A worker that is lost leaves at once. One that asks to join is taken in where one is missing, or
+    where it was added, and once the others have taken up the last change.
 
     Args:
         publish: writes a value under a key of the workers' store.
@@ -27,6 +27,8 @@ class ElasticMembers:
         self._size = 0
         self._waiting: list[int] = []
         self._just_joined: list[int] = []  # in the last change, which nobody has taken up yet
+        self._spares: set[int] = set()
+        self._added: set[int] = set()  # and have not been taken in
         self._new: set[int] = set()  # that were taken in, and have not begun to train
         self._lost: list[str] = []  # since the last change that was taken up
 
@@ -35,6 +37,7 @@ class ElasticMembers:
         self.ranks = [rank for rank in ranks if rank not in spares]
         self.epoch = self._taken = 0
         self._size = len(self.ranks)
+        self._spares, self._added = set(spares), set()
         self._waiting, self._just_joined, self._lost, self._new = [], [], [], set()
 
     @property
@@ -42,12 +45,21 @@ class ElasticMembers:
         """Whether the workers train as the last change says."""
         return self._taken == self.epoch
 
+    def add(self, ranks: Sequence[int]) -> None:
+        """Workers are started that do not take the place of others."""
+        self._added |= set(ranks)
+
+    def is_spare(self, rank: int) -> bool:
+        """Whether a worker takes part only once another is missing."""
+        return rank in self._spares and rank not in self.ranks
+
     def trains(self, rank: int) -> bool:
         """Whether a worker is a member, and has begun to train with the others."""
         return rank in self.ranks and rank not in self._new
 
     def lose(self, rank: int, why: str) -> None:
         """A worker's process is gone."""
+        self._added.discard(rank)
         if rank in self._waiting:
             self._waiting.remove(rank)
         if rank not in self.ranks:
@@ -77,10 +89,16 @@ class ElasticMembers:
         self._take_in()
 
     def _take_in(self) -> None:
-        missing = self._size - len(self.ranks)
-        if self._waiting and missing > 0 and self.is_taken_up and self.ranks:
-            joined, self._waiting = self._waiting[:missing], self._waiting[missing:]
+        if not (self._waiting and self.is_taken_up and self.ranks):
+            return
+        added = [rank for rank in self._waiting if rank in self._added]
+        missing = max(0, self._size - len(self.ranks) - len(added))
+        joined = added + [rank for rank in self._waiting if rank not in added][:missing]
+        if joined:
+            self._waiting = [rank for rank in self._waiting if rank not in joined]
+            self._added -= set(joined)
             self.ranks += joined
+            self._size = max(self._size, len(self.ranks))
             self._announce(joined)
 
     def _announce(self, joined: list[int]) -> None:

@@ -14,20 +14,23 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from allhands import wire
 from allhands.errors import AllhandsError, HostError, WorkerError
 from allhands.launch.hosts import deal
-from allhands.launch.job_nodes import Host, JobNode, check_versions, ranks_of
+from allhands.launch.job_nodes import Host, JobNode, check_versions
+from allhands.launch.join_listener import JoinListener
+from allhands.launch.joined_hosts import JoinedHosts
+from allhands.launch.meeting import StorePlace, meet
 from allhands.launch.options import Options
 from allhands.launch.output import Output, show, silence_stdout
-from allhands.launch.plan import Command, HostPart, tasks_of
+from allhands.launch.plan import Command, HostPart, further_tasks, tasks_of
 from allhands.launch.recovery import Recovery
 from allhands.launch.signals import restore, stop_on_signals
 from allhands.launch.supervisor import Supervisor
 from allhands.launch.worker_report import Worker, describe, describe_end_without, describe_stop
 
-LOOPBACK = "127.0.0.1"
 # The last two are what torch.save and the address of a host need.
 PRELOAD = (
     "torch",
@@ -36,9 +39,6 @@ PRELOAD = (
     "torch.utils.serialization.config",
     "encodings.idna",
 )
-# What gloo, nccl and TensorPipe read to find the interface; a variable that the user has set
-# stands.
-INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
 class Job:
@@ -90,10 +90,13 @@ class Job:
             heartbeat_timeout=options.heartbeat_timeout,
             host_timeout=options.host_timeout,
             recovery=self.recovery,
-            on_tick=self._look_for_lost_hosts,
+            on_tick=self._look_for_hosts,
         )
         self.run_id = uuid.uuid4().hex[:12]  # the same for every attempt
         self.token = wire.new_token()  # the same as well
+        self._meeting: StorePlace | None = None  # of the newest attempt, as the next two
+        self._attempt = self._began_with = 0
+        self.joined: JoinedHosts | None = None
         self.regrouping = False  # the world is stopped only because a lost host is back
 
     # ------------------------------------------------------------------ the whole job
@@ -140,6 +143,7 @@ class Job:
         return 128 + number
 
     def _rounds(self) -> Worker | None:
+        self._let_join()
         self._bring_up()
         attempt = 0
         while True:
@@ -186,6 +190,41 @@ class Job:
         show(sys.stderr, text.encode("utf-8", "backslashreplace") + b"\n")
 
     # ------------------------------------------------------------------ hosts
+
+    def _let_join(self) -> None:
+        """Listen for hosts that join, where they may."""
+        if self.options.max_workers is None:
+            return
+        self.joined = JoinedHosts(
+            self.supervisor,
+            self.recovery,
+            self.options,
+            JoinListener(self.token, self.options.log_dir, self.supervisor.wake_up),
+            self._preload(),
+            self._further_tasks,
+            self.nodes,
+            self._say,
+        )
+        self.joined.announce()
+
+    def _further_tasks(self, place: HostPart, beside: int) -> list[dict[str, Any]]:
+        """What a host starts that joins, on whose machine there are workers already."""
+        assert self._meeting is not None
+        tasks = further_tasks(
+            self.command.task(),
+            place,
+            self._meeting.port,
+            self.run_id,
+            self.token,
+            self._attempt,
+            first_rank=max(self.supervisor.workers) + 1,
+            local_first=beside,
+            node_rank=len(self.nodes),
+            began_with=self._began_with,
+        )
+        for task in tasks:
+            task["env"] |= self.options.env_worker
+        return tasks
 
     def _bring_up(self) -> None:
         for node in self.nodes:
@@ -279,11 +318,16 @@ class Job:
 
     def _round(self, attempt: int) -> Worker | None:
         nodes = self._here()
-        port, places = self._meet(nodes)
+        shares = [(node.workers or 0, self._servers(at, nodes)) for at, node in enumerate(nodes)]
+        meeting, places = meet(self.supervisor, shares, self.joined is not None, self._say)
+        self._meeting, self._attempt = meeting, attempt
+        self._began_with = sum(place.workers for place in places) - self.options.spares
+        if self.joined is not None:
+            self.joined.begin(meeting)
         tasks = tasks_of(
             self.command.task(),
             places,
-            port,
+            meeting.port,
             run_id=self.run_id,
             restarts=attempt,
             token=self.token,
@@ -294,55 +338,6 @@ class Job:
         for task in itertools.chain(*tasks):
             task["env"] |= self.options.env_server if task["rank"] < 0 else self.options.env_worker
         return self.supervisor.run(tasks)
-
-    def _meet(self, nodes: Sequence[JobNode]) -> tuple[int, list[HostPart]]:
-        """Open the round's store on the first host, and find out how each host reaches it."""
-        first, others = self.supervisor.agents[0], self.supervisor.agents[1:]
-        first.send(op="store", address="" if others else LOOPBACK)
-        store = self.supervisor.wait_for("store", [first])[0]
-        port = int(store["port"])
-        if not others:
-            return port, [HostPart(nodes[0].workers or 0, self._servers(0, nodes), LOOPBACK)]
-        known: list[str] = store["addresses"]
-        for agent in others:
-            agent.send(
-                op="reach",
-                addresses=list(dict.fromkeys([*known[:1], first.host, *known])),
-                port=port,
-            )
-        told = self.supervisor.wait_for("reached", others)
-        for agent, answer in zip(others, told, strict=True):
-            if answer["address"] is None:
-                raise HostError(
-                    agent.host,
-                    f"it reaches {first.host} under none of its addresses "
-                    f"({'; '.join(answer['tried'])}). Workers talk to one another on ports that "
-                    "the system chooses: open the firewall between the hosts; `allhands doctor -H "
-                    "…` tests every pair",
-                )
-        addresses = [told[0]["address"], *(answer["own"] for answer in told)]
-        interfaces = [
-            store["interfaces"].get(told[0]["address"]),
-            *(answer["interface"] for answer in told),
-        ]
-        meeting = [told[0]["address"], *(answer["address"] for answer in told)]
-        places, rank, words = [], 0, []
-        for index, node in enumerate(nodes):
-            defaults = (
-                dict.fromkeys(INTERFACE_VARIABLES, interfaces[index]) if interfaces[index] else {}
-            )
-            place = HostPart(
-                node.workers or 0, self._servers(index, nodes), meeting[index], defaults
-            )
-            places.append(place)
-            about = f"{addresses[index]}, {interfaces[index] or 'no interface of its own'}"
-            words.append(f"{node.host.name} ({about}) {ranks_of(rank, place)}")
-            rank += place.workers
-        self._say(
-            f"{rank} workers on {len(nodes)} hosts: {'; '.join(words)}; they meet at "
-            f"{meeting[0]}:{port}"
-        )
-        return port, places
 
     def _servers(self, index: int, nodes: Sequence[JobNode]) -> list[int]:
         """The servers of a node; those of absent hosts are dealt to the hosts that are there."""
@@ -368,6 +363,9 @@ class Job:
         )
         for node in lost:
             self._drop(node)
+            if node.joined:
+                self.nodes.remove(node)
+        lost = [node for node in lost if not node.joined]
         deadline = time.monotonic() + self.options.rejoin_timeout
 
         def still_waiting() -> bool:
@@ -410,6 +408,11 @@ class Job:
             node.agent.close(2.0)
             node.agent = None
 
+    def _look_for_hosts(self) -> None:
+        if self.joined is not None:
+            self.joined.look()
+        self._look_for_lost_hosts()
+
     def _look_for_lost_hosts(self) -> None:
         """While a round runs with fewer hosts: once a lost one is back, the workers are asked to
         save and the world grows."""
@@ -434,6 +437,8 @@ class Job:
     # ------------------------------------------------------------------ ends
 
     def _close(self) -> None:
+        if self.joined is not None:
+            self.joined.close()
         for node in self.nodes:
             if node.agent is not None and node.agent not in self.supervisor.agents:
                 node.agent.kill()

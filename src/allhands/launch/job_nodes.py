@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from allhands.errors import HostError
@@ -39,6 +39,7 @@ class JobNode:
         self.trouble: Exception | None = None
         self.thread: threading.Thread | None = None
         self.next_try = 0.0
+        self.joined = False  # while the job ran; nobody but its user can start it again
 
     def begin(self) -> None:
         """Start an agent in the background."""
@@ -71,13 +72,22 @@ def check_versions(nodes: Sequence[JobNode]) -> None:
     ]
     for name, versions in known[1:]:
         first_name, firsts = known[0]
-        for what, version in versions.items():
-            if not same_version(what, version, firsts[what]):
-                raise HostError(
-                    name,
-                    f"it has {what} {version}, but {first_name} has {what} {firsts[what]}; install "
-                    "the same on all hosts, or name another Python with --python PATH",
-                )
+        if differs := other_version(versions, firsts):
+            what, version, first = differs
+            raise HostError(
+                name,
+                f"it has {what} {version}, but {first_name} has {what} {first}; install "
+                "the same on all hosts, or name another Python with --python PATH",
+            )
+
+
+def other_version(own: Mapping[str, str], firsts: Mapping[str, str]) -> tuple[str, str, str] | None:
+    """What a host has in another version than the first one, and both versions."""
+    for what, first in firsts.items():
+        version = own.get(what, "absent")
+        if not same_version(what, version, first):
+            return what, version, first
+    return None
 
 
 def ranks_of(first: int, place: HostPart) -> str:

@@ -56,7 +56,7 @@ def other_agents(
     ]
 
 
-class _SocketProcess:
+class SocketProcess:
     """A connection in the place of an agent's process: a socket to write to, and a pipe to read
     from that ends with it."""
 
@@ -90,7 +90,7 @@ class NodeHandle(AgentHandle):
     def __init__(
         self, link: socket.socket, host: str, supervisor_of: Callable[[], Supervisor]
     ) -> None:
-        super().__init__(cast(Any, _SocketProcess(link)), host, local=False)
+        super().__init__(cast(Any, SocketProcess(link)), host, local=False)
         self.inbox: _NodeReader = _NodeReader(supervisor_of)
 
     def send(self, **request: Any) -> None:

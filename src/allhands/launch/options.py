@@ -44,8 +44,11 @@ class Options:
         spares: so many further workers, which take part only once another is missing.
         min_workers: with so many workers left a restart goes on without hosts that do not come
             back; None waits for all. Fewer of an elastic job save and end.
+        max_workers: hosts may join the elastic job while it runs, up to so many workers; None: none
+            may.
         rejoin_timeout: seconds for a lost host to come back.
         env_worker, env_server: variables of workers, or of servers, alone.
+        env_joined: variables of the workers on hosts that join.
     """
 
     workers: int | None = None
@@ -64,9 +67,11 @@ class Options:
     elastic: bool = False
     spares: int = 0
     min_workers: int | None = None
+    max_workers: int | None = None
     rejoin_timeout: float = REJOIN_TIMEOUT
     env_worker: Mapping[str, str | None] = field(default_factory=dict)
     env_server: Mapping[str, str | None] = field(default_factory=dict)
+    env_joined: Mapping[str, str | None] = field(default_factory=dict)
 
     def check(self) -> None:
         """Refuse what cannot be meant.
@@ -112,6 +117,17 @@ class Options:
         if self.spares and self.workers is None:
             raise UserError(
                 f"spares={self.spares} needs the number of workers beside them; set workers (-n 4)"
+            )
+        check_whole("max_workers", self.max_workers, otherwise="None")
+        if self.max_workers is not None and not self.elastic:
+            raise UserError(
+                f"max_workers={self.max_workers} is about hosts that join a job while it runs; set "
+                "elastic (--elastic) as well"
+            )
+        if self.max_workers is not None and self.max_workers < (self.workers or 1):
+            raise UserError(
+                f"max_workers={self.max_workers} is less than workers={self.workers}, with which "
+                "the job begins"
             )
         if self.elastic and self.servers:
             raise UserError(

@@ -171,3 +171,46 @@ def tasks_of(
             rank += 1
         tasks.append(there)
     return tasks
+
+
+def further_tasks(
+    task: Mapping[str, Any],
+    place: HostPart,
+    port: int,
+    run_id: str,
+    token: str,
+    restarts: int,
+    first_rank: int,
+    local_first: int,
+    node_rank: int,
+    began_with: int,
+) -> list[dict[str, Any]]:
+    """What a host starts that joins an elastic job which runs; see `tasks_of`.
+
+    Args:
+        task, port, run_id, token, restarts: of the job.
+        place: the host's part.
+        first_rank: of its workers; no process of the job has had it, or a higher one.
+        local_first: the first of their local ranks, where the host has workers of the job already.
+        node_rank: of the host.
+        began_with: how many workers the job began with.
+    """
+    after = first_rank + place.workers
+    tasks = []
+    for local in range(place.workers):
+        own = {TOKEN: token, ELASTIC: str(began_with), JOINS: "1"} | environment(
+            first_rank + local,
+            after,
+            local_rank=local_first + local,
+            local_world_size=local_first + place.workers,
+            node_rank=node_rank,
+            address=place.address,
+            port=port,
+            run_id=run_id,
+            restarts=restarts,
+        )
+        defaults = {**_ELASTIC_DEFAULTS, **place.defaults}
+        horovod = horovod_alias.variables(own, node_rank, node_rank + 1)
+        rank = first_rank + local
+        tasks.append({**task, "rank": rank, "env": own, "defaults": defaults, "horovod": horovod})
+    return tasks

@@ -105,6 +105,19 @@ class Recovery:
         ranks = sorted(rank for rank in self._tasks if rank >= 0)
         self.members.begin(ranks, ranks[len(ranks) - self._spares :])
 
+    def add(self, tasks: Sequence[Mapping[str, Any]]) -> None:
+        """Further workers are started that are to take part."""
+        self._tasks |= {task["rank"]: task for task in tasks}
+        self.members.add([task["rank"] for task in tasks])
+
+    def living(self) -> int:
+        """How many workers there are that take part, or will."""
+        return sum(
+            not worker.is_server and not self.is_over(worker)
+            for worker in self._workers.values()
+            if not self.members.is_spare(worker.rank)
+        )
+
     def is_over(self, worker: Worker) -> bool:
         """Whether nothing more is to come of a worker: it ended, or is about to, and is not started
         again."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from allhands import wire
 from allhands.errors import UserError, WorldError
-from allhands.launch.job import INTERFACE_VARIABLES
+from allhands.launch.meeting import INTERFACE_VARIABLES
 from allhands.launch.plan import HostPart
 from allhands.launch.python import same_version, versions
 from allhands.world import discovery

@@ -11,7 +11,8 @@ from typing import Any
 from allhands import wire
 from allhands.errors import UserError, WorkerError
 from allhands.launch import idle_agents, records, results
-from allhands.launch.job import LOOPBACK, PRELOAD
+from allhands.launch.job import PRELOAD
+from allhands.launch.meeting import LOOPBACK
 from allhands.launch.nodes import NodeFollower, other_agents
 from allhands.launch.options import check_numbers
 from allhands.launch.output import Output, show

@@ -3,28 +3,23 @@ rest, tells why."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import selectors
 import signal
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from allhands.errors import UserError, WorkerError
+from allhands.launch.agent_group import AgentGroup
 from allhands.launch.handle import OVERDUE, AgentHandle
 from allhands.launch.output import Output
-from allhands.launch.protocol import CHUNK, bytes_of
+from allhands.launch.protocol import bytes_of
 from allhands.launch.recovery import Recovery
 from allhands.launch.worker_report import Worker
 
-# Importing torch from a cold network file system can take minutes.
-START_TIMEOUT = 300.0
 HOST_TIMEOUT = 15.0
-_PING_EVERY = 1.0
 
 
-class Supervisor:
+class Supervisor(AgentGroup):
     """One job: the workers of all its agents.
 
     Args:
@@ -57,10 +52,8 @@ class Supervisor:
         asks_first: bool = False,
     ) -> None:
         self.asks_first = asks_first
-        self.agents: list[AgentHandle] = []
         self.output = output
         self.grace = grace
-        self.heartbeat_timeout, self.host_timeout = heartbeat_timeout, host_timeout
         self.on_message, self.on_loaded, self.on_tick = on_message, on_loaded, on_tick
         self.recovery = recovery or Recovery()
         self.workers: dict[int, Worker] = {}
@@ -75,84 +68,7 @@ class Supervisor:
         self._leave_by: float | None = None
         self._killed = False
         self._not_loaded: set[int] = set()
-        self._selector = selectors.DefaultSelector()
-        self._wake, self._wake_end = os.pipe()
-        os.set_blocking(self._wake_end, False)
-        self._selector.register(self._wake, selectors.EVENT_READ, None)
-        self._looked_at = self._pinged_at = time.monotonic()
-        for agent in agents:
-            self.add(agent)
-
-    def add(self, agent: AgentHandle) -> None:
-        """Take an agent into the job; it comes last."""
-        self.agents.append(agent)
-        self._selector.register(agent.events, selectors.EVENT_READ, agent)
-        agent.heard_at = time.monotonic()
-        for event in agent.inbox.feed(agent.early):
-            self._hear(agent, event)
-        agent.early = b""
-
-    def remove(self, agent: AgentHandle) -> None:
-        """Let go of an agent, which is left as it is."""
-        self.agents.remove(agent)
-        if not agent.lost:
-            self._selector.unregister(agent.events)
-
-    def prepare(self, address: str, **request: Any) -> None:
-        """Ask every agent to set up its process and preload, and the first one to open the store
-        at `address`.
-
-        Returns at once; the agents work on it meanwhile.
-        """
-        for index, agent in enumerate(self.agents):
-            agent.send(op="prepare", **request)
-            if index == 0:
-                agent.send(op="store", address=address)
-
-    def wait_ready(self) -> int:
-        """Wait until all agents are prepared, and the first one has opened the store.
-
-        Returns:
-            The port of the store.
-
-        Raises:
-            WorkerError: an agent did not start.
-            KeyboardInterrupt: a signal came; nothing was started yet.
-        """
-        self.wait_for("ready", self.agents)
-        return int(self.wait_for("store", self.agents[:1])[0]["port"])
-
-    def wait_for(
-        self, kind: str, agents: Sequence[AgentHandle], timeout: float = START_TIMEOUT
-    ) -> list[dict[str, Any]]:
-        """Wait until each of `agents` has answered with an event of this kind; their answers,
-        which are taken away.
-
-        Raises:
-            WorkerError: one of them ended, or did not answer within `timeout` seconds.
-            KeyboardInterrupt: a signal came.
-        """
-        deadline = time.monotonic() + timeout
-        while any(kind not in agent.answers for agent in agents):
-            self._wait(min(0.5, deadline - time.monotonic()))
-            if self.is_asked_to_end():
-                raise KeyboardInterrupt
-            late = time.monotonic() > deadline
-            for agent in agents:
-                if kind not in agent.answers and (agent.lost or late):
-                    why = (
-                        agent.why_gone()
-                        if agent.lost
-                        else f"it did not answer within {timeout:.0f} s"
-                    )
-                    raise WorkerError(
-                        f"the agent on {agent.host} failed before any worker was started: {why}"
-                    )
-        return [agent.answers.pop(kind) for agent in agents]
-
-    def pause(self, seconds: float) -> None:
-        """Look after the agents, and wait at most so long for one of them to say something."""
-        self._wait(seconds)
+        super().__init__(agents, heartbeat_timeout, host_timeout)
 
     def run(
         self,
@@ -186,20 +102,8 @@ class Supervisor:
         self._not_loaded.clear()
         self.recovery.begin(self.agents, self.workers, tasks, self.output, self.grace)
         for agent, chosen in zip(self.agents, tasks, strict=True):
-            agent.ranks = [task["rank"] for task in chosen]
-            agent.idle = False
-            for rank in agent.ranks:
-                self.workers[rank] = Worker(rank, agent.host, must_return=must_return and rank >= 0)
-                self.output.place(rank, "" if agent.local else agent.host)
+            self._start(agent, chosen, must_return, scratch)
             self._not_loaded.update(rank for rank in agent.ranks if rank >= 0)
-            agent.heard_at = time.monotonic()
-            agent.send(
-                op="start",
-                workers=list(chosen),
-                heartbeat_timeout=self.heartbeat_timeout,
-                scratch=scratch,
-                hold=self.recovery.may_act,
-            )
         try:
             self._until_idle()
         except BaseException as error:
@@ -212,6 +116,32 @@ class Supervisor:
             worker.tail = self.output.tail(worker.rank)
         return self.first_failure()
 
+    def start_more(self, agent: AgentHandle, tasks: Sequence[dict[str, Any]]) -> None:
+        """Start workers that join those which run, by an agent that has none."""
+        self.recovery.add(tasks)
+        self._start(agent, tasks)
+
+    def _start(
+        self,
+        agent: AgentHandle,
+        tasks: Sequence[dict[str, Any]],
+        must_return: bool = False,
+        scratch: Sequence[str] = (),
+    ) -> None:
+        agent.ranks = [task["rank"] for task in tasks]
+        agent.idle = False
+        for rank in agent.ranks:
+            self.workers[rank] = Worker(rank, agent.host, must_return=must_return and rank >= 0)
+            self.output.place(rank, "" if agent.local else agent.host)
+        agent.heard_at = time.monotonic()
+        agent.send(
+            op="start",
+            workers=list(tasks),
+            heartbeat_timeout=self.heartbeat_timeout,
+            scratch=scratch,
+            hold=self.recovery.may_act,
+        )
+
     def first_failure(self) -> Worker | None:
         """The worker that failed first by itself, and whose failure ends the job, as far as is
         known now."""
@@ -222,7 +152,7 @@ class Supervisor:
         """Stop the job because the launcher got a signal; the second one kills at once. Safe in a
         signal handler."""
         self.signals.append(number)
-        self._wake_up()
+        self.wake_up()
 
     def pass_on(self, number: int) -> None:
         """Give a signal to all workers and go on waiting; with SIGTERM they have `grace` seconds to
@@ -235,7 +165,7 @@ class Supervisor:
         idle = all(agent.idle for agent in self.agents)
         can_take = self.begun and self.stopping_since is None and not idle
         (self.passed if can_take else self.kept).append(number)
-        self._wake_up()
+        self.wake_up()
 
     def is_asked_to_end(self) -> bool:
         """Whether a signal asks for the end of the job while no worker runs that could take it."""
@@ -263,14 +193,7 @@ class Supervisor:
             agent.send(op="stop", ranks=ranks, grace=grace)
 
     def close(self) -> None:
-        """End the agents and release everything."""
-        for agent in self.agents:
-            if agent.ready is None:
-                agent.kill()  # still importing, deaf to requests, and without workers
-            agent.close()
-        self._selector.close()
-        os.close(self._wake)
-        os.close(self._wake_end)
+        super().close()
         self.output.close()
 
     def _until_idle(self) -> None:
@@ -335,10 +258,6 @@ class Supervisor:
             self._leave_by = time.monotonic() + self.grace
         return self._leave_by is not None and time.monotonic() > self._leave_by
 
-    def _wake_up(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._wake_end, b"!")
-
     def _ask_to_stop(self) -> None:
         """After Ctrl-C, let the workers hand back what they have; a second one ends them at
         once."""
@@ -363,43 +282,10 @@ class Supervisor:
             self.stop(0.0)
             self._until_idle()
 
-    def _wait(self, longest: float = 0.5) -> None:
-        for key, _ in self._selector.select(max(0.0, longest)):
-            if key.data is None:
-                os.read(self._wake, 4096)
-                continue
-            data = os.read(key.fd, CHUNK)
-            if not data:
-                self._lose(key.data, key.data.why_gone())
-                continue
-            key.data.heard_at = time.monotonic()
-            for event in key.data.inbox.feed(data):
-                self._hear(key.data, event)
-        now = time.monotonic()
-        if now - self._looked_at > 3.0:  # this process itself was suspended
-            for agent in self.agents:
-                agent.heard_at = now
-        self._looked_at = now
-        if now - self._pinged_at >= _PING_EVERY:
-            self._pinged_at = now
-            for agent in self.agents:
-                if not agent.local and not agent.lost:
-                    agent.send(op="ping")
-        for agent in self.agents:
-            silence = agent.long_silence(now, self.heartbeat_timeout, self.host_timeout)
-            if silence is not None:
-                self._lose(agent, silence)
-                agent.kill()
-
-    def _lose(self, agent: AgentHandle, why: str) -> None:
-        """Nothing more will come from an agent. Its workers die with it; what they started is ended
-        here."""
-        if not agent.lost:
-            agent.lost = agent.idle = True
-            self._selector.unregister(agent.events)
-            for rank in agent.ranks:
-                self._note_begun(rank)
-                self.workers[rank].lose(why, agent.local)
+    def _lost(self, agent: AgentHandle, why: str) -> None:
+        for rank in agent.ranks:
+            self._note_begun(rank)
+            self.workers[rank].lose(why, agent.local)
 
     def _hear(self, agent: AgentHandle, event: dict[str, Any]) -> None:
         kind = event["event"]

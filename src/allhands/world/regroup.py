@@ -244,7 +244,9 @@ def _regroup(epoch: int, rank: int, size: int, superseded: Callable[[], bool]) -
     seconds = state.request.timeout or DEFAULT_TIMEOUT.total_seconds()
     deadline = time.monotonic() + seconds
     members = group.meet_all(store, member, state.place, deadline, superseded)
-    interface.set_for_gloo(members, rank)
+    if state.set_ifname:  # for the members that there were
+        os.environ.pop(interface.VARIABLE, None)
+    state.set_ifname = interface.set_for_gloo(members, rank)
     world = state.world
     if superseded():
         raise SupersededError("the members of the world have changed again")
