@@ -22,7 +22,7 @@ from allhands.horovod import collectives
 from allhands.horovod.coordinator_link import CoordinatorLink
 from allhands.horovod.exceptions import HorovodInternalError, NotInitializedError
 from allhands.horovod.handles import Handle, OnGPU
-from allhands.horovod.lanes import Lane
+from allhands.horovod.lanes import Lane, abort_unfinished
 from allhands.horovod.local_operations import LocalOperation, run, zeros
 from allhands.horovod.matcher import GLOBAL_SET, Matcher
 from allhands.horovod.operation_request import Key, OperationRequest, failure
@@ -279,12 +279,17 @@ class Engine(Operations):
             lane.fail(text)
 
     def _give_up(self) -> None:
-        """Close the connections of the process sets, which ends the waiting of ranks that are in an
-        operation in which this one failed."""
+        """End the waiting of ranks that are in an operation in which another one failed: close the
+        connections of the process sets, or abort what this thread has queued on the GPU."""
         if self.world.backend == "gloo":
             for process_set in self._sets.values():
                 group, process_set.group = process_set.group, None
                 _destroy(group)
+        elif self._on_gpu:
+            queued = torch.cuda.Event()
+            queued.record()
+            groups = [process_set.group for process_set in self._sets.values()]
+            abort_unfinished([group for group in groups if group is not None], queued.query)
 
     def _do(self, entries: list[dict[str, Any]], active: int) -> None:
         keys: list[Key] = [(entry["key"][0], entry["key"][1], entry["key"][2]) for entry in entries]

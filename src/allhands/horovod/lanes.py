@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +18,7 @@ from allhands.horovod.exceptions import HorovodInternalError
 from allhands.horovod.operation_request import failure
 from allhands.horovod.promise_rounds import Parts
 
+_log = logging.getLogger(__name__)
 _A_WHILE = timedelta(seconds=1)
 # what a GPU still has to do when nothing works any more is over by then, or waits for a rank that
 # does not come
@@ -34,12 +36,15 @@ class Round:
     Attributes:
         answer: None until it is known; True: it is agreed; False: it is declined.
         works: what has begun of it; to be cleared when nothing is waited for.
+        reached: on a GPU, a torch.cuda.Event behind the parts that its stream has waited for; that
+            takes no time, so that `works` is cleared while the GPU still works on them.
     """
 
     def __init__(self, parts: Parts, then: Callable[[Round], None]) -> None:
         self.parts = parts
         self.answer: bool | None = None
         self.works: list[Any] = []
+        self.reached: Any = None
         self._then = then
         self._over = threading.Event()
 
@@ -54,6 +59,10 @@ class Round:
         self._over.set()
         if answer is not None:
             self._then(self)
+
+    def is_over(self) -> bool:
+        """Whether nothing waits for it, not even a GPU."""
+        return not self.works and (self.reached is None or self.reached.query())
 
 
 class Lane:
@@ -79,7 +88,7 @@ class Lane:
         """This rank will begin all of these allreduces, in this order, without being asked
         again."""
         made = Round(parts, then)
-        self._rounds = [*(other for other in self._rounds if other.works), made]
+        self._rounds = [*(other for other in self._rounds if not other.is_over()), made]
         self.busy, self._promised = True, made
         self.check()
         self._link.promise(self._set_id, parts)
@@ -119,6 +128,8 @@ class Lane:
             raise HorovodInternalError(self._error) from None
         if device.type == "cuda":
             work.wait()
+            of.reached = torch.cuda.Event() if of.reached is None else of.reached
+            of.reached.record()
             return
         while True:
             over = work.is_completed()
@@ -163,35 +174,47 @@ class Lane:
         any more. On the CPU a rank that is done with its part closes its connections, which ends
         the others' waiting.
         """
-        over, is_done = (
-            time.monotonic() + _GRACE_S,
-            self._gpu_is_done() if on_gpu else self._is_done,
-        )
-        while not (done := is_done()) and on_gpu and time.monotonic() < over:
-            time.sleep(0.1)
-        with contextlib.suppress(Exception):
-            if on_gpu and not done:
-                backend = self.group._get_backend(torch.device("cuda"))
-                (backend if hasattr(backend, "abort") else self.group).abort()
-            elif not on_gpu and done and self.group is not None:
-                for begun in self._rounds:
-                    begun.works.clear()
-                group, self.group = self.group, None
+        if self.group is None:
+            return
+        if on_gpu:
+            abort_unfinished([self.group], self._gpu_is_done())
+        elif all(work.is_completed() for begun in self._rounds for work in list(begun.works)):
+            for begun in self._rounds:
+                begun.works.clear()
+            group, self.group = self.group, None
+            with contextlib.suppress(Exception):
                 dist.destroy_process_group(group)
-
-    def _is_done(self) -> bool:
-        return all(work.is_completed() for begun in self._rounds for work in list(begun.works))
 
     def _gpu_is_done(self) -> Callable[[], bool]:
         """What says whether the GPU is done with all parts. A part of which nccl knows that it has
         failed says that it is completed, while the GPU still waits in it."""
+        events = [begun.reached for begun in self._rounds if begun.reached is not None]
+        works = [work for begun in self._rounds for work in list(begun.works)]
         try:
-            with torch.cuda.stream(torch.cuda.Stream(self._device)):
-                for begun in self._rounds:
-                    for work in list(begun.works):
+            if works:
+                with torch.cuda.stream(torch.cuda.Stream(self._device)):
+                    for work in works:
                         work.wait()  # the stream does
-                reached = torch.cuda.Event()
-                reached.record()
-            return reached.query
+                    events.append(torch.cuda.Event())
+                    events[-1].record()
         except RuntimeError:
             return lambda: False
+        return lambda: all(event.query() for event in events)
+
+
+def abort_unfinished(groups: Sequence[Any], is_done: Callable[[], bool]) -> None:
+    """Abort groups of nccl in which this GPU waits for a rank that does not come, so that calls
+    which wait for the GPU return. What it is done with soon is left alone."""
+    over = time.monotonic() + _GRACE_S
+    while not is_done():
+        if time.monotonic() > over:
+            break
+        time.sleep(0.1)
+    else:
+        return
+    for group in groups:
+        try:
+            backend = group._get_backend(torch.device("cuda"))
+            (backend if hasattr(backend, "abort") else group).abort()
+        except Exception as error:
+            _log.warning("a group of nccl could not be aborted: %s", error)
