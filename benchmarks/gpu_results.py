@@ -126,6 +126,8 @@ def for_readme(folder: Path) -> list[list[Any]]:
             )
             shown = ("ddp", "ddp-compile", default, "allhands-compile", "lightning", "accelerate")
             where = f"{case['workers']} x {machine.partition(' x ')[2]}"
+            if (TASKS[case["task"]], where) in {(row[0], row[1]) for row in rows}:
+                continue  # one GPU of a machine of several, beside a machine of one
             rows.append(
                 [TASKS[case["task"]], where, *(found.get(name, {}).get("ratio") for name in shown)]
             )
