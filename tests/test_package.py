@@ -108,6 +108,8 @@ def test_constraints_pin_every_direct_dependency():
         *project["dependencies"],
         *extras["data"],
         *extras["report"],
+        *extras["sweep"],
+        *extras["parquet"],
         *extras["docs"],
         *extras["dev"],
     ]

@@ -46,6 +46,25 @@ SUBCOMMANDS = {
         "allhands.cli.join", "join", "Add workers on this machine to an elastic job that runs."
     ),
     "run": Subcommand("allhands.cli.run", "run", "Train what a run file describes."),
+    "evaluate": Subcommand(
+        "allhands.cli.evaluate_run", "evaluate", "Measure what a run has trained."
+    ),
+    "predict": Subcommand(
+        "allhands.cli.predict", "predict", "Write a trained model's outputs, one row a sample."
+    ),
+    "show": Subcommand(
+        "allhands.cli.show", "show", "Show the history of a run as a table and curves."
+    ),
+    "compare": Subcommand(
+        "allhands.cli.compare_runs", "compare", "Compare two runs: settings and what was measured."
+    ),
+    "sweep": Subcommand(
+        "allhands.cli.sweep", "sweep", "Train a run file with many values of some keys."
+    ),
+    "init": Subcommand("allhands.cli.init", "init", "Write a first project for a kind of task."),
+    "schema": Subcommand(
+        "allhands.cli.schema_file", "schema", "Print the JSON schema of run files, for editors."
+    ),
     "verify": Subcommand(
         "allhands.cli.verify",
         "verify",

@@ -24,7 +24,7 @@ from allhands.cli.run_data import (
     is_text,
     load_datasets,
 )
-from allhands.cli.run_schedulers import scheduler_choice, scheduler_of
+from allhands.cli.run_schedulers import scheduler_choice, scheduler_of, schedulers
 from allhands.config import RunFile
 from allhands.data import catalogue, derive_seed, seed_everything
 from allhands.errors import UserError, kind_of
@@ -47,6 +47,8 @@ _CRITERIA = {
     "next_token": models.NextToken,
 }
 _OF_CLASSES = ("cross_entropy", "crossentropyloss", "nll", "nllloss")
+_STRATEGIES: dict[str, Any] = STRATEGIES | {Federated.name: Federated}
+_RUNNERS = {"supervised": SupervisedRunner}
 _CALLBACKS = {"EarlyStopping": EarlyStopping, "KeepBest": KeepBest}
 _METRIC_PACKAGES = (
     "audio",
@@ -165,10 +167,13 @@ def datasets_of(run_file: RunFile) -> dict[str, Any]:
 
 def _model_choice(run_file: RunFile, entry: catalogue.Entry | None) -> Choice:
     section = run_file.config.model
-    known = {name: getattr(models, name) for name in models.names()}
-    name, kind = among(run_file, ("model", "name"), section.name, known, "model")
+    name, kind = among(run_file, ("model", "name"), section.name, _models(), "model")
     fills = _sizes(run_file, entry)
     return Choice(run_file, ("model",), name, kind, section.options, fills=fills)
+
+
+def _models() -> dict[str, Any]:
+    return {name: getattr(models, name) for name in models.names()}
 
 
 def _sizes(run_file: RunFile, entry: catalogue.Entry | None) -> dict[str, int]:
@@ -203,17 +208,25 @@ def model_of(run_file: RunFile, entry: catalogue.Entry | None) -> Any:
 
 
 def _criterion_choice(run_file: RunFile) -> Choice:
-    known = _CRITERIA | {name: getattr(nn, name) for name in dir(nn) if name.endswith("Loss")}
-    name = run_file.config.criterion.name
+    known, name = _criteria(), run_file.config.criterion.name
     chosen = choice(run_file, "criterion", known)
     is_class = inspect.isclass(chosen.kind)
     leading = 0 if is_class or not is_own(name) else 2
     return choice(run_file, "criterion", known, leading)
 
 
+def _criteria() -> dict[str, Any]:
+    return _CRITERIA | {name: getattr(nn, name) for name in dir(nn) if name.endswith("Loss")}
+
+
 def criterion_of(run_file: RunFile) -> Any:
     """The criterion; a function of the user's is one itself."""
     return _called_or_itself(_criterion_choice(run_file))
+
+
+def is_of_classes(run_file: RunFile) -> bool:
+    """Whether the criterion compares one prediction a sample with its class."""
+    return run_file.config.criterion.name.lower() in _OF_CLASSES
 
 
 def _called_or_itself(chosen: Choice) -> Any:
@@ -226,11 +239,13 @@ def _called_or_itself(chosen: Choice) -> Any:
 # ---------------------------------------------------------------------- optimizer
 
 
+def _optimizers() -> dict[str, Any]:
+    known = {name: kind for name, kind in vars(torch.optim).items() if is_kind(kind, Optimizer)}
+    return known | {"MuonAdamW": MuonAdamW}
+
+
 def _optimizer_choice(run_file: RunFile) -> Choice:
-    known = {name: kind for name, kind in vars(torch.optim).items() if is_kind(kind, Optimizer)} | {
-        "MuonAdamW": MuonAdamW
-    }
-    return choice(run_file, "optimizer", known, leading=1)
+    return choice(run_file, "optimizer", _optimizers(), leading=1)
 
 
 def optimizer_of(run_file: RunFile, model: Any) -> Any:
@@ -291,7 +306,7 @@ def metrics_of(run_file: RunFile) -> dict[str, Any] | None:
     given = run_file.config
     own_steps = not issubclass(_runner_choice(run_file).kind, SupervisedRunner)
     if given.metrics is None:
-        of_classes = given.criterion.name.lower() in _OF_CLASSES and not own_steps
+        of_classes = is_of_classes(run_file) and not own_steps
         return {"accuracy": BUILT_IN["accuracy"]} if of_classes else None if own_steps else {}
     found: dict[str, Any] = {}
     entry = entry_of(run_file)
@@ -343,8 +358,7 @@ def callbacks_of(run_file: RunFile, main_metric: str, minimize: bool) -> list[Ca
 
 
 def _runner_choice(run_file: RunFile) -> Choice:
-    known = {"supervised": SupervisedRunner}
-    chosen = choice(run_file, "runner", known, fills=("device",))
+    chosen = choice(run_file, "runner", _RUNNERS, fills=("device",))
     if not (inspect.isclass(chosen.kind) and issubclass(chosen.kind, Runner)):
         raise run_file.error(
             ("runner", "name"),
@@ -368,4 +382,18 @@ def loop_choice(run_file: RunFile) -> Choice:
 
 def strategy_from(run_file: RunFile) -> Strategy:
     """The strategy that the run file names."""
-    return strategy_of(run_file, STRATEGIES | {Federated.name: Federated})
+    return strategy_of(run_file, _STRATEGIES)
+
+
+def known_names() -> dict[str, dict[str, Any]]:
+    """By the class of a section: what its names stand for."""
+    return {
+        "Model": _models(),
+        "Criterion": _criteria(),
+        "Optimizer": _optimizers(),
+        "Scheduler": schedulers(),
+        "Metric": _torch_metrics() | BUILT_IN,
+        "Callback": _CALLBACKS,
+        "Runner": _RUNNERS,
+        "Strategy": _STRATEGIES,
+    }

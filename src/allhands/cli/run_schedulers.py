@@ -18,7 +18,8 @@ from allhands.data import catalogue
 _LENGTHS = ("total_steps", "T_max")
 
 
-def _schedulers() -> dict[str, Any]:
+def schedulers() -> dict[str, Any]:
+    """Those of torch by name."""
     bases = (lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau)
     return {name: kind for name, kind in vars(lr_scheduler).items() if is_kind(kind, bases)}
 
@@ -34,7 +35,7 @@ def scheduler_choice(run_file: RunFile) -> Choice:
 def _a_scheduler(
     run_file: RunFile, path: tuple[str, ...], wanted: str, options: Mapping[str, Any]
 ) -> Choice:
-    name, kind = among(run_file, (*path, "name"), wanted, _schedulers(), "scheduler")
+    name, kind = among(run_file, (*path, "name"), wanted, schedulers(), "scheduler")
     own = {key: value for key, value in options.items() if key != "schedulers"}
     # Those in a list are made first, each of the same optimizer.
     leading = 0 if kind is lr_scheduler.ChainedScheduler else 1

@@ -27,6 +27,32 @@ RunFiles = Annotated[
     ),
 ]
 
+Of = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN",
+        help="The folder of a run, for its best checkpoint (else its newest); or a checkpoint, "
+        "such as logs/run/last.",
+        show_default=False,
+    ),
+]
+Changes = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]",
+        help="Changes to the run file, such as data.root=/other.",
+        show_default=False,
+    ),
+]
+Loaders = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--loader", help="A loader; may be repeated. Default: those that are not trained on."
+    ),
+]
+Workers = Annotated[int, typer.Option("--workers", help="Processes to start.", min=1)]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
 
 def read_checked(files: list[Path] | None, overrides: list[str] | None) -> RunFile:
     """The run of these files and overrides. Where keys are wrong, names and options are looked at

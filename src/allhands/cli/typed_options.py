@@ -42,6 +42,21 @@ def _type_of(option: inspect.Parameter, names: dict[str, Any]) -> Any:
     return found
 
 
+def schema_of(option: inspect.Parameter) -> dict[str, Any]:
+    """The JSON schema of an argument; empty where its type has none."""
+    annotation = option.annotation
+    if isinstance(annotation, str) or annotation is option.empty:
+        return {}
+    if get_origin(annotation) in (Union, types.UnionType):
+        known = [schema_of(option.replace(annotation=one)) for one in get_args(annotation)]
+        return {} if {} in known[:1] else {"anyOf": [one for one in known if one]}
+    try:
+        adapter = TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
+        return dict(adapter.json_schema())
+    except (PydanticUserError, TypeError, NameError):
+        return {}
+
+
 def takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
     """Whether there is a ``**kwargs``."""
     return any(one.kind is one.VAR_KEYWORD for one in parameters.values())
