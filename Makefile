@@ -27,7 +27,7 @@ help:
 	@echo "make bench  measure against peers on the processors; make bench-gpu: on GPUs; both renew the tables of the documentation"
 	@echo "make conformance   try all trainings under all strategies, and renew docs/what-works.md and the table of docs/loop.md"
 	@echo "make horovod   renew docs/horovod_api.md, the states of Horovod's calls"
-	@echo "make peers CATALYST=FOLDER   renew docs/catalyst_api.md from a folder with Catalyst's source"
+	@echo "make peers COALA=FOLDER MXNET=FOLDER CATALYST=FOLDER   renew the pages of their calls, from folders with their source"
 	@echo "make docs   serve the documentation; make clean: remove what was made"
 
 demo: $(DEMO)
@@ -107,9 +107,9 @@ soak: $(DEV)
 horovod: $(DEV)
 	$(BIN)/python -m tests.horovod.api.page
 
-# What of Catalyst's names is here, of a folder with its source: make peers CATALYST=../catalyst
+# What of peers' calls is here, of folders with their source: make peers CATALYST=../catalyst COALA=../COALA MXNET=../mxnet
 peers: $(DEV)
-	$(BIN)/python -m tests.peers.catalyst_names $(CATALYST)
+	$(BIN)/python -m tests.peers CATALYST=$(CATALYST) COALA=$(COALA) MXNET=$(MXNET)
 
 # Every training of tests/conformance under every strategy; the page is part of the documentation.
 conformance: $(DEV)

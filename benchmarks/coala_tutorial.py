@@ -168,7 +168,7 @@ def main() -> None:
             "tasks": 2,
             "unit": "seconds a round, wall time",
             **summarize(walls, "plain"),
-            "cpu": summarize(cpus, "plain"),
+            "cpu_seconds": summarize(cpus, "plain"),
             "load_at_turns": load,
             "whole": run_through,
             **machine(),

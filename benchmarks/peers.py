@@ -258,6 +258,25 @@ def federated_sites(found: dict[str, Any]) -> list[Table]:
     return [(title, ["seconds a round", "Flower, an app by hand", "allhands"], rows)]
 
 
+def coala_tutorial(found: dict[str, Any]) -> list[Table]:
+    rows = []
+    for unit, figures in (("seconds", found), ("seconds of CPU time", found["cpu_seconds"])):
+        median, ratio = figures["median"], 1 / figures["ratio"]["allhands"]
+        rows.append(
+            [
+                f"{unit}, the slower task" if unit == "seconds" else f"{unit}, both tasks",
+                f"{median['plain']:.0f}",
+                f"{median['allhands']:.0f} ({ratio:.2f})",
+            ]
+        )
+    loads = ", ".join(f"{load:g}" for load in found["load_at_turns"])
+    title = (
+        f"A round of COALA's tutorial, {found['tasks']} tasks of srun, {about(found)}; load of the "
+        f"machine at the turns {loads}"
+    )
+    return [(title, ["", "plain loop", "allhands"], rows)]
+
+
 # By the beginning of a file's name; the longer names come first.
 MAKERS = {
     "step_overhead": step_overhead,
@@ -271,6 +290,7 @@ MAKERS = {
     "federated_peers": federated_peers,
     "federated_sites": federated_sites,
     "federated": federated,
+    "coala_tutorial": coala_tutorial,
 }
 
 

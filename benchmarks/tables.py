@@ -114,7 +114,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "mpi": section("mpi_allreduce_*.json"),
     "horovod": section("horovod_[0-9]*.json horovod_h*.json horovod_tensorflow*.json"),
     "federated": section(
-        "federated_h*.json federated_devices.json federated_peers.json federated_sites.json"
+        "federated_h*.json federated_devices.json federated_peers.json federated_sites.json "
+        "coala_tutorial.json"
     ),
 }
 

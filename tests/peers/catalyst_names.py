@@ -3,13 +3,12 @@ absent. ``make peers CATALYST=FOLDER``; nothing of the checkout is imported or k
 
 from __future__ import annotations
 
-import ast
 import importlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from allhands import UserError
+from tests.peers.checkout import public_names
 
 PAGE = Path(__file__).parents[2] / "docs" / "catalyst_api.md"
 # Modules of ours, and the packages of Catalyst's whose names they have.
@@ -25,18 +24,6 @@ HEAD = """# Catalyst's names, one by one
 
 `make peers CATALYST=FOLDER` writes this page from a folder with Catalyst's source, {version}.
 """
-
-
-def public_names(folder: Path) -> list[str]:
-    """The names that a package imports into its own, without private ones and constants."""
-    tree = ast.parse((folder / "__init__.py").read_text())
-    imports = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
-    names = {alias.asname or alias.name for node in imports for alias in node.names}
-    return sorted(
-        name
-        for name in names
-        if not (name.startswith("_") or name.isupper() or name in ("*", "LooseVersion"))
-    )
 
 
 def state_of(module: str, name: str) -> str:
@@ -68,5 +55,8 @@ def lines(catalyst: Path) -> Iterator[str]:
 
 STATES = ("here", "refused", "absent")
 
-if __name__ == "__main__":
-    PAGE.write_text("\n".join(lines(Path(sys.argv[1]) / "catalyst")).rstrip() + "\n")
+
+def write(catalyst: Path) -> Path:
+    """Write the page from a folder with Catalyst's source; returns its path."""
+    PAGE.write_text("\n".join(lines(catalyst / "catalyst")).rstrip() + "\n")
+    return PAGE

@@ -31,20 +31,6 @@ _LAZY = {
     "FederatedTensorDataset": "allhands.federated.coala.datasets",
     "FederatedTorchDataset": "allhands.federated.coala.datasets",
 }
-# COALA's names that are not here.
-_SERVICES = (
-    "`allhands federated server -C run.yml` on the server's host and `allhands federated site "
-    "-C run.yml` at each site (docs/federated_sites.md)"
-)
-_INSTEAD = {
-    **dict.fromkeys(
-        ("start_server", "start_client", "start_remote_server", "start_remote_client"), _SERVICES
-    ),
-    "FederatedImageDataset": "register_dataset(torchvision.datasets.ImageFolder(folder, transform),"
-    " …), which data.split_type divides; FederatedTorchDataset({client: data set, …}) where the "
-    "clients' images are divided already",
-    "BaseModel": "torch.nn.Module",
-}
 _MODULES = {"slurm": "allhands.world.slurm"}
 
 __all__ = [
@@ -77,7 +63,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(_MODULES[name])
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
-    return refuse_name(__name__, name, _INSTEAD)
+    instead = importlib.import_module("allhands.federated.coala.instead").INSTEAD
+    return refuse_name(__name__, name, instead)
 
 
 def __dir__() -> list[str]:

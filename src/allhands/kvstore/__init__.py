@@ -12,6 +12,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from allhands.errors import refuse_name
+
 _LAZY = {
     "KVStore": "allhands.kvstore.store",
     "RowSparse": "allhands.kvstore.values",
@@ -22,6 +24,16 @@ _LAZY = {
     "replicate": "allhands.kvstore.replicas",
     "split_and_load": "allhands.kvstore.data",
     "split_data": "allhands.kvstore.data",
+}
+
+# Names of MXNet's that are not here.
+_INSTEAD = {
+    "KVStoreBase": "kvstore.KVStore, of which create() makes one",
+    "KVStoreServer": "`allhands launch -s 1 …`, which starts the servers",
+    "BytePS": "create('dist')",
+    "Horovod": "create('dist')",
+    "TestStore": "create('local')",
+    "clip_global_norm": "torch.nn.utils.clip_grad_norm_(net.parameters(), max_norm)",
 }
 
 __all__ = [
@@ -53,7 +65,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("allhands.kvstore.optimizers")
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
-    raise AttributeError(f"module 'allhands.kvstore' has no attribute {name!r}")
+    return refuse_name(__name__, name, _INSTEAD)
 
 
 def __dir__() -> list[str]:

@@ -45,6 +45,15 @@ _SAME = {
     "local_allreduce_cpu": "local",
     "local_allreduce_device": "device",
 }
+# Kinds of MXNet's that are not here.
+_INSTEAD = {
+    "horovod": "dist",
+    "byteps": "dist",
+    "p3": "dist",
+    "dist_sync_p3": "dist_sync",
+    "nccl": "device",
+    "teststore": "local",
+}
 
 
 def mode_named(name: str) -> Mode:
@@ -55,6 +64,10 @@ def mode_named(name: str) -> Mode:
     """
     if not isinstance(name, str):
         raise UserError(f"create({name!r}); write the name of a kind of store: {', '.join(MODES)}")
+    if name.lower() in _INSTEAD:
+        raise UserError(
+            f"there is no key-value store '{name}' here; write create('{_INSTEAD[name.lower()]}')"
+        )
     mode = MODES.get(_SAME.get(name.lower(), name.lower()))
     if mode is None:
         raise UserError(

@@ -152,14 +152,14 @@ def _before_init(function: str) -> None:
 # ---------------------------------------------------------------------- one federation
 
 
-def init(config: Mapping[str, Any] | Config | None = None, init_all: bool = True) -> None:
+def init(conf: Mapping[str, Any] | Config | None = None, init_all: bool = True) -> None:
     """Check the configuration, join the other processes, and make the data, the model, the server
     and the clients.
 
     A second call begins afresh, with what is registered. Nothing is drawn from global generators.
 
     Args:
-        config: keys and values, nested as in COALA's file; what is left out has its default.
+        conf: keys and values, nested as in COALA's file; what is left out has its default.
         init_all: False: leave the making of everything to `init_dataset`, `init_model` and `run`.
 
     Raises:
@@ -167,7 +167,7 @@ def init(config: Mapping[str, Any] | Config | None = None, init_all: bool = True
         WorldError: the processes did not meet, or `gpu` is not their number.
     """
     global _federation
-    conf = check(config)
+    conf = check(conf)
     if _registered.model is None:
         models.known(conf.model)
     conf.client.optimizer.options()

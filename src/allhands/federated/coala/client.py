@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -14,15 +14,21 @@ from allhands.federated.coala.datasets import FederatedDataset, Loader
 from allhands.federated.local_training import LocalOptimizer
 
 #: Names under which COALA's remote clients do their work, and its clients that sleep.
-_NOT_CALLED = {
-    "upload": "post_train",
-    "upload_remotely": "post_train",
-    "construct_upload_request": "post_train",
-    "operate": "run_train",
-    "start_service": None,
-    "connect_to_server": None,
-    "init_etcd": None,
-    "simulate_straggler": None,
+_REMOVE = "remove it"
+HISTORY = "read the history that run() returns"
+# Methods of COALA's that nothing calls here, and what to do instead.
+NOT_CALLED = {
+    "upload": "override post_train",
+    "upload_remotely": "override post_train",
+    "construct_upload_request": "override post_train",
+    "operate": "override run_train",
+    "start_service": _REMOVE,
+    "connect_to_server": _REMOVE,
+    "init_etcd": _REMOVE,
+    "simulate_straggler": "set resource_heterogeneous.simulate",
+    "track": HISTORY,
+    "save_metrics": HISTORY,
+    "calculate_model_size": "write sum(p.numel() for p in model.parameters())",
 }
 
 
@@ -78,6 +84,9 @@ class BaseClient:
         self.test_accuracy, self.test_loss = 0.0, 0.0
         self.number = self.round = self.seed = 0
 
+    def __getattr__(self, name: str) -> Any:
+        return not_here(self, name, NOT_CALLED)
+
     # ------------------------------------------------------------------ training
 
     def run_train(self, model: nn.Module, conf: ClientConfig) -> nn.Module:
@@ -105,7 +114,7 @@ class BaseClient:
     def pre_train(self) -> None:
         """Before `train`."""
 
-    def train(self, conf: ClientConfig, device: torch.device) -> None:
+    def train(self, conf: ClientConfig, device: torch.device | str = "cpu") -> None:
         """Train `self.model`."""
         loss_fn, optimizer = self.pretrain_setup(conf, device)
         assert self.model is not None
@@ -125,7 +134,7 @@ class BaseClient:
         """After `train`."""
 
     def pretrain_setup(
-        self, conf: ClientConfig, device: torch.device
+        self, conf: ClientConfig, device: torch.device | str
     ) -> tuple[Any, torch.optim.Optimizer]:
         """The loss and the optimizer; makes the model ready and sets `train_loader`."""
         assert self.model is not None
@@ -176,7 +185,9 @@ class BaseClient:
     def pre_test(self) -> None:
         """Before `test`."""
 
-    def test(self, conf: ClientConfig, device: torch.device) -> dict[str, float] | None:
+    def test(
+        self, conf: ClientConfig, device: torch.device | str = "cpu"
+    ) -> dict[str, float] | None:
         """Test `self.model` on this client's test samples: on all of them where the test set is not
         divided."""
         if self.test_data is None:
@@ -265,8 +276,17 @@ def check_client(kind: Any) -> type[BaseClient]:
     """A class for `register_client`. Raises `UserError` for anything else, or a method that nothing
     would call."""
     check_class(kind, BaseClient, "register_client")
-    check_called(kind, _NOT_CALLED)
+    check_called(kind, NOT_CALLED)
     return kind
+
+
+def not_here(owner: object, name: str, names: dict[str, str]) -> NoReturn:
+    """Raise `UserError` for a method of COALA's that is called and is not here, `AttributeError`
+    for any other."""
+    kind = type(owner).__name__
+    if name in names:
+        raise UserError(f"{kind}.{name} is not here, since clients are simulated; {names[name]}")
+    raise AttributeError(f"{kind!r} object has no attribute {name!r}")
 
 
 def check_class(kind: Any, base: type, function: str) -> None:
@@ -288,11 +308,11 @@ def check_class(kind: Any, base: type, function: str) -> None:
         )
 
 
-def check_called(kind: type, names: dict[str, str | None]) -> None:
+def check_called(kind: type, names: dict[str, str]) -> None:
     """Raise `UserError` for methods of a class that COALA would call and nothing here does."""
     for name, instead in names.items():
         if hasattr(kind, name):
             raise UserError(
                 f"{kind.__name__}.{name} would never be called, since clients are simulated; "
-                f"{f'override {instead}' if instead else 'remove it'}"
+                f"{instead}"
             )

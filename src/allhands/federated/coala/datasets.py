@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -50,6 +49,10 @@ class FederatedDataset:
         """Samples of a client, or of all."""
         return len(self.samples) if cid is None else len(self.indices(cid))
 
+    def total_size(self) -> int:
+        """Samples of all clients."""
+        return len(self.samples)
+
     def indices(self, cid: str | None = None) -> torch.Tensor:
         """The indices of a client's samples, or of all: int64. Raises `UserError` for a client that
         is not in the data set."""
@@ -70,15 +73,34 @@ class FederatedDataset:
         client_id: str | None = None,
         shuffle: bool = True,
         seed: int = 0,
+        num_workers: int = 0,
+        transform: Any = None,
+        drop_last: bool = False,
     ) -> Loader:
         """Batches of a client's samples, or of all, in another order each time that it is gone
-        through."""
+        through.
+
+        Args:
+            batch_size: None: all samples in one batch.
+            client_id: None: the samples of all.
+            num_workers: has no effect; samples are read in this process.
+            drop_last: leave out a last batch that is short.
+
+        Raises:
+            UserError: `transform` is given, or there is no such client.
+        """
+        if transform is not None:
+            raise UserError(
+                f"{type(self).__name__}.loader(transform=…): a data set has one; pass it to "
+                "FederatedTensorDataset(…, transform=…)"
+            )
         return Loader(
             self.samples,
             self.indices(client_id),
             batch_size,
             shuffle,
             (seed, "loader", str(client_id)),
+            drop_last,
         )
 
     def to(self, device: torch.device) -> None:
@@ -103,8 +125,10 @@ class Loader:
         batch_size: int | None,
         shuffle: bool,
         seed: tuple[Any, ...],
+        drop_last: bool = False,
     ) -> None:
         self.samples, self.indices, self.shuffle, self.seed = samples, indices, shuffle, seed
+        self.drop_last = drop_last
         self.batch_size = min(batch_size or len(indices), len(indices))
         self.passes = 0
 
@@ -114,7 +138,8 @@ class Loader:
         return self.indices
 
     def __len__(self) -> int:
-        return math.ceil(len(self.indices) / max(self.batch_size, 1))
+        full, rest = divmod(len(self.indices), max(self.batch_size, 1))
+        return full + bool(rest and not self.drop_last)
 
     def __iter__(self) -> Iterator[Any]:
         order, number = self.indices, self.passes
@@ -122,7 +147,8 @@ class Loader:
         if self.shuffle:
             generator = torch.Generator().manual_seed(derive_seed(*self.seed, number))
             order = order[torch.randperm(len(order), generator=generator)]
-        for step, batch in enumerate(order.split(max(self.batch_size, 1)) if len(order) else ()):
+        batches = order.split(max(self.batch_size, 1)) if len(order) else ()
+        for step, batch in enumerate(batches[: len(self)]):
             yield self.samples.take(batch, self.seed[0], *self.seed[1:], number, step)
 
 
@@ -160,7 +186,13 @@ class FederatedTensorDataset(FederatedDataset):
         alpha: float = 0.5,
         min_size: int = 10,
         class_per_client: int = 1,
+        data_wrapping: Any = None,
     ) -> None:
+        if data_wrapping is not None:
+            raise UserError(
+                "FederatedTensorDataset(data_wrapping=…): samples are read by index here; pass "
+                "transform=, or FederatedTorchDataset({client: data set, …})"
+            )
         parts = dict(data) if simulated else {"": data}
         made = []
         for name, part in parts.items():
@@ -191,14 +223,34 @@ class FederatedTensorDataset(FederatedDataset):
             Clients.from_arrays(np.arange(len(x)), offsets, list(parts)) if simulated else None,
         )
         if do_simulate and not simulated:
-            self._split = {
-                "split_type": simulation_method,
-                "num_of_clients": num_of_clients,
-                "weights": weights,
-                "alpha": alpha,
-                "min_size": min_size,
-                "class_per_client": class_per_client,
-            }
+            self.simulation(
+                num_of_clients, simulation_method, weights, alpha, min_size, class_per_client
+            )
+
+    def simulation(
+        self,
+        num_of_clients: int,
+        niid: str = "iid",
+        weights: Sequence[float] | None = None,
+        alpha: float = 0.5,
+        min_size: int = 10,
+        class_per_client: int = 1,
+    ) -> None:
+        """Say how the samples shall be dealt out; it is done when they are registered, by the
+        configuration's seed. Raises `UserError` for data that are by client."""
+        if self.clients is not None:
+            raise UserError(
+                "FederatedTensorDataset.simulation: the data are divided already; leave out "
+                "simulated=True"
+            )
+        self._split = {
+            "split_type": niid,
+            "num_of_clients": num_of_clients,
+            "weights": weights,
+            "alpha": alpha,
+            "min_size": min_size,
+            "class_per_client": class_per_client,
+        }
 
 
 class FederatedTorchDataset(FederatedDataset):
@@ -213,8 +265,16 @@ class FederatedTorchDataset(FederatedDataset):
     """
 
     def __init__(
-        self, data: Mapping[str, Dataset[Any]] | Dataset[Any], users: Sequence[str] | None = None
+        self,
+        data: Mapping[str, Dataset[Any]] | Dataset[Any],
+        users: Sequence[str] | None = None,
+        is_loaded: bool = False,
     ) -> None:
+        if is_loaded:
+            raise UserError(
+                "FederatedTorchDataset(is_loaded=True): pass the data sets, not their loaders; the "
+                "batches are client.batch_size's"
+            )
         if not isinstance(data, Mapping):
             if users:
                 raise UserError(

@@ -10,27 +10,53 @@ from torch import nn
 
 from allhands.errors import UserError
 from allhands.federated.algorithms import Server
-from allhands.federated.coala.client import BaseClient, check_called, check_class, overrides
+from allhands.federated.coala.client import (
+    HISTORY,
+    BaseClient,
+    check_called,
+    check_class,
+    not_here,
+    overrides,
+)
 from allhands.federated.coala.config import Config
 from allhands.federated.coala.datasets import FederatedDataset
 from allhands.world import World
 
 #: Names under which COALA's servers work over a network, measure speeds and keep uploads.
-_NOT_CALLED = {
-    "start_service": None,
-    "start_remote_training": None,
-    "connect_remote_clients": None,
-    "init_etcd": None,
-    "stop": "should_terminate",
-    "aggregation_test": "test_in_client",
-    "profile_training_speed": None,
-    "update_default_time": None,
-    "decompression": "aggregate(models, weights)",
-    "set_client_uploads": "aggregate(models, weights)",
-    "set_client_uploads_train": "aggregate(models, weights)",
-    "set_client_uploads_test": "test_in_client",
-    "get_client_uploads": "aggregate(models, weights)",
-    "gather_client_train_metrics": None,
+_REMOVE = "remove it"
+_IN_CLIENT = "override test_in_client"
+_AGGREGATE = "override aggregate(models, weights)"
+# Methods of COALA's that nothing calls here, and what to do instead.
+NOT_CALLED = {
+    "start_service": _REMOVE,
+    "start_remote_training": _REMOVE,
+    "connect_remote_clients": _REMOVE,
+    "init_etcd": _REMOVE,
+    "stop": "override should_terminate",
+    "is_training": _REMOVE,
+    "condition": _REMOVE,
+    "notify_all": _REMOVE,
+    "set_clients": "override selection(clients, clients_per_round)",
+    "distribution_to_train_locally": "override distribution_to_train",
+    "distribution_to_train_remotely": "override distribution_to_train",
+    "distribution_to_test": _IN_CLIENT,
+    "distribution_to_test_locally": _IN_CLIENT,
+    "distribution_to_test_remotely": _IN_CLIENT,
+    "aggregation_test": _IN_CLIENT,
+    "profile_training_speed": _REMOVE,
+    "update_default_time": _REMOVE,
+    "decompression": _AGGREGATE,
+    "set_client_uploads": _AGGREGATE,
+    "set_client_uploads_customize_content": _AGGREGATE,
+    "set_client_uploads_train": _AGGREGATE,
+    "set_client_uploads_test": _IN_CLIENT,
+    "get_client_uploads": _AGGREGATE,
+    "gather_client_train_metrics": HISTORY,
+    "init_tracker": HISTORY,
+    "track": HISTORY,
+    "track_test_results": HISTORY,
+    "track_communication_cost": HISTORY,
+    "save_tracker": HISTORY,
 }
 
 
@@ -99,6 +125,9 @@ class BaseServer:
         self._clients: Sequence[BaseClient] = []
         self._model: nn.Module | None = None
         self._rounds: RoundsOfServer
+
+    def __getattr__(self, name: str) -> Any:
+        return not_here(self, name, NOT_CALLED)
 
     @property
     def _current_round(self) -> int:
@@ -188,7 +217,7 @@ class BaseServer:
             return self.test_in_server(self._rounds.server.device)
         return self.test_in_client()
 
-    def test_in_server(self, device: torch.device) -> dict[str, float]:
+    def test_in_server(self, device: torch.device | str = "cpu") -> dict[str, float]:
         """Loss and accuracy on the whole test set; the first process's answer counts."""
         return self._rounds.test_in_server()
 
@@ -214,6 +243,10 @@ class BaseServer:
         """Write the weights; called in the first process only."""
         self._rounds.save()
 
+    def num_of_clients(self) -> int:
+        """How many there are."""
+        return len(self._clients)
+
     def print_(self, content: str) -> None:
         """Print from the first process, unless ``tracking.log_level`` is above INFO."""
         self._rounds.say(content)
@@ -233,7 +266,7 @@ def check_server(kind: Any) -> type[BaseServer]:
     """A class for `register_server`. Raises `UserError` for anything else, or a method that nothing
     would call."""
     check_class(kind, BaseServer, "register_server")
-    check_called(kind, _NOT_CALLED)
+    check_called(kind, NOT_CALLED)
     return kind
 
 
