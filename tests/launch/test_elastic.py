@@ -57,17 +57,17 @@ def maybe(place):
             os.kill(os.getpid(), getattr(signal, kind))
 
 if any(word.endswith(":behind") for word in losses):
-    from allhands.loop.elastic import Elastic
+    from allhands.loop.shared_measures import SharedMeasures
 
-    share = Elastic.before_update
+    share = SharedMeasures.share
 
-    def before_update(self):
+    def behind(self):
         share(self)
         if f"{os.environ.get('RANK')}@{loop.global_step}:behind" in losses:
             losses.clear()
             raise RuntimeError("the connection is closed")
 
-    Elastic.before_update = before_update
+    SharedMeasures.share = behind
 
 for epoch in loop.epochs(3):
     for batch in epoch.train:
@@ -152,13 +152,13 @@ def alone(folder: Path, script: str, batch: int) -> list[Any]:
     return result(folder)
 
 
-def assert_same(mine: list[Any], theirs: list[Any]) -> None:
+def assert_same(mine: list[Any], theirs: list[Any], most: float = 1e-5) -> None:
     for own, other in zip(mine[0], theirs[0], strict=True):
-        assert own == pytest.approx(other, rel=1e-4, abs=1e-5)
+        assert own == pytest.approx(other, rel=10 * most, abs=most)
     for loader in ("train", "valid"):
         assert mine[1][loader].keys() == theirs[1][loader].keys()
         for name, values in theirs[1][loader].items():
-            assert mine[1][loader][name] == pytest.approx(values, rel=1e-4), (loader, name)
+            assert mine[1][loader][name] == pytest.approx(values, rel=10 * most), (loader, name)
     assert mine[1]["step"] == theirs[1]["step"]
     assert mine[2] == theirs[2], "no step is lost or taken twice"
 
@@ -187,6 +187,90 @@ def test_the_others_go_on_with_the_same_result(job: Job, losses: list[str]) -> N
     rows = (job.folder / "logs" / "membership.csv").read_text().splitlines()
     assert rows[0].startswith("time,membership,step,workers,lost,joined,seconds")
     assert len((job.folder / "logs" / "metrics.csv").read_text().splitlines()) == 4
+
+
+@pytest.mark.parametrize("strategy", ["KVStore(update='worker')", "DDP(compress='bf16')"])
+def test_other_strategies_go_on_too(job: Job, strategy: str) -> None:
+    text = SCRIPT.replace('logdir="logs"', f"clip_norm=1.0, strategy=allhands.{strategy}")
+    code, out, err = job.run(
+        "-n", "3", "--elastic", job.script(text), "4", "0", "2@6:SIGKILL", "0@5:behind"
+    )
+    assert code == 0, out + err
+    found = result(job.folder)
+    assert found[3] == 2
+    plain = text.replace(f"strategy=allhands.{strategy}", "strategy=None")
+    # Gradients that are rounded to bf16 have other last bits with other shares.
+    assert_same(found, alone(job.folder / "alone", plain, 12), 0.01 if "bf16" in strategy else 1e-5)
+
+
+SHARDED = (
+    SCRIPT.replace(
+        'logdir="logs"', 'strategy=allhands.DDP(optimizer_state="sharded"), clip_norm=0.5'
+    )
+    .replace(
+        """    SharedMeasures.share = behind
+""",
+        """    SharedMeasures.share = behind
+
+    # "1@5:within": rank 1 is told of the loss after its own part of the update, and "2@5:dies"
+    # there
+    from allhands.strategies.sharded_state import ShardedState
+
+    bring = ShardedState.share
+
+    def broken(self):
+        if f"{os.environ.get('RANK')}@{loop.global_step}:within" in losses:
+            losses.clear()
+            raise RuntimeError("the connection is closed")
+        if f"{os.environ.get('RANK')}@{loop.global_step}:dies" in losses:
+            os.kill(os.getpid(), signal.SIGKILL)
+        bring(self)
+
+    ShardedState.share = broken
+""",
+    )
+    .replace('endswith(":behind")', 'endswith((":behind", ":within", ":dies"))')
+    .replace('kind != "behind"', 'kind.startswith("SIG")')
+)
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        ["2@5:SIGKILL", "0@e2:SIGKILL"],
+        ["1@4:SIGTERM"],
+        # one has not begun the update that the other has made, and sent in vain
+        ["2@5:dies", "0@5:behind", "1@5:within"],
+        ["2@5:dies", "0@5:within", "1@5:within"],
+    ],
+    ids=" ".join,
+)
+def test_parts_of_the_optimizers_state_are_not_lost(job: Job, losses: list[str]) -> None:
+    code, out, err = job.run("-n", "3", "--elastic", job.script(SHARDED), "4", "0", *losses)
+    assert code == 0, out + err
+    assert "each part of the optimizer's state is on two workers" in out
+    found = result(job.folder)
+    assert_same(found, alone(job.folder / "alone", SHARDED, 12))
+    assert found[3] == 3 - sum("SIG" in word or "dies" in word for word in losses)
+
+
+def test_a_worker_that_joins_gets_its_part_of_the_optimizers_state(job: Job) -> None:
+    words = ("-n", "2", "--spares", "1", "--elastic", job.script(SHARDED), "6", "0.6")
+    code, out, err = job.run(*words, "0@9:SIGKILL", timeout=150)
+    assert code == 0, out + err
+    assert "membership 2: 1 worker joined" in out
+    found = result(job.folder)
+    assert found[3] == 2
+    assert_same(found, alone(job.folder / "alone", SHARDED, 12))
+
+
+def test_a_part_that_was_lost_twice_ends_the_training(job: Job) -> None:
+    # of a world of 4, two neighbours; 1 and 3 would do
+    script = job.script(SHARDED)
+    code, out, err = job.run("-n", "4", "--elastic", script, "3", "0", "1@5:SIGKILL", "2@5:SIGKILL")
+    assert code != 0
+    assert "workers that keep the same part of the optimizer's state were lost at once" in out + err
+    assert "--max-restarts" in out + err
 
 
 def test_a_stopped_worker_counts_as_lost_and_one_in_its_place_joins(job: Job) -> None:
@@ -235,10 +319,13 @@ def test_evaluations_between_steps_are_repeated(job: Job, loss: str) -> None:
 
 
 def test_what_cannot_go_on_says_why(job: Job) -> None:
-    sharded = SCRIPT.replace('logdir="logs"', 'strategy=allhands.DDP(optimizer_state="sharded")')
-    code, out, err = job.run("-n", "3", "--elastic", job.script(sharded), "4", "0", "2@5:SIGKILL")
+    lossy = SCRIPT.replace('logdir="logs"', 'strategy=allhands.DDP(compress="int8")')
+    code, out, err = job.run("-n", "3", "--elastic", job.script(lossy), "4", "0", "2@5:SIGKILL")
     assert code != 0
-    assert "cannot go on without starting again: strategy 'ddp'" in out + err
+    print(out + err)
+    assert "cannot go on without starting again: DDP(compress='int8') has on each worker" in (
+        out + err
+    )
     assert "--max-restarts" in out + err
 
 

@@ -214,6 +214,16 @@ class CollectiveStore(LocalStore):
             self._closed = True
             _open.pop(self._number, None)
 
+    def abandon(self) -> None:
+        """Leave the store without a word to the other workers, of which one is gone. Those that are
+        left make their next stores as workers of another world do."""
+        global _made_in
+        if self._calls is not None and not self._closed:
+            atexit.unregister(self._leave)
+            self._closed = True
+            _open.pop(self._number, None)
+        _made_in = None
+
     def idle(self, about: Any) -> bool:
         """Whether an `update` is that of a worker that has no keys."""
         return not about[0]

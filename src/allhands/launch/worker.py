@@ -254,11 +254,14 @@ def run(task: dict[str, Any]) -> None:
     except BaseException as error:
         at = time.monotonic()
         error.__traceback__ = _users_part(error.__traceback__)
+        # The report lets the launcher stop this process, which first says what has happened.
+        before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
         _report({"raised": _describe(error), "at": at})
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         # The report of a function's failure carries its traceback to the caller, who shows it.
         if "function" not in task:
             sys.excepthook(type(error), error, error.__traceback__)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
         if isinstance(error, KeyboardInterrupt):
             sys.excepthook = lambda *_: None
             raise

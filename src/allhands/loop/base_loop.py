@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from allhands.comm import calls
@@ -332,7 +333,7 @@ class BaseLoop(BoundLoop):
             if self.profile is not None:
                 take.label = self.profile.label
             if self.elastic is not None:
-                take.before_update = self.elastic.before_update
+                take.before_update = partial(self.elastic.before_update, take, own)
         if self.world.world_size > 1:
             calls.note(("optimizer step", self.global_step + 1))
         if own.captured is None:

@@ -76,6 +76,10 @@ class BoundLoop(GroupedLoop, ABC):
     def batches_left(self, feed: Feed, position: Position) -> Iterator[Any]:
         """The batches for this rank of the steps of the epoch that are left."""
 
+    @abstractmethod
+    def stepped(self, group: OptimizerGroup) -> None:
+        """An optimizer has taken a step."""
+
     def parts(self, settings: LoopSettings) -> dict[str, LoopSettings]:
         """The settings of each optimizer group, by name."""
         return {"model": settings}
@@ -95,18 +99,17 @@ class BoundLoop(GroupedLoop, ABC):
             strategy.level or self.level,
             None if elastic is None else strategy.shares(elastic.began_with),
         )
-        follow = elastic is not None and elastic.brings_weights
         self.trained = [feed for name, feed in self.feeds.items() if name.startswith("train")]
         if not self.groups:
             self.groups = {
                 name: OptimizerGroup(
-                    part, world, self.task, self._try_on, self.reporter.line, follow
+                    part, world, self.task, self._try_on, self.reporter.line, elastic
                 )
                 for name, part in self.parts(settings).items()
             }
         else:
             for group in self.groups.values():
-                group.bind(follow)
+                group.bind()
         placement = next(iter(self.groups.values())).placement
         self.counts, self.slices, self.stream = placement.counts, placement.slices, placement.stream
         together = None if strategy.alone else world
@@ -161,6 +164,17 @@ class BoundLoop(GroupedLoop, ABC):
             group.exchange.abandon()
         self._close_feeds()
         self.checkpoints.abandon()
+
+    def give_back(self, keep: bool) -> None:
+        """After the training: put what was trained into the user's own objects, on ranks that
+        `keep` it."""
+
+        def give() -> None:
+            for group in self.groups.values():
+                group.state.give_back(keep)
+
+        self.unit(give)
+        self.checkpoints.close()  # which are open again where a worker was lost meanwhile
 
     def begin_anew(self) -> None:
         """Strategies are bound to other members, who have the same weights: steps follow."""

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from allhands.comm import calls
 from allhands.data.feed import InMemoryFeed
 from allhands.data.loaders import LoaderFeed
@@ -29,6 +31,8 @@ from allhands.world.regroup import Membership, Regrouping, began_with
 
 if TYPE_CHECKING:
     from allhands.loop.bound_loop import BoundLoop
+    from allhands.loop.optimizer_group import OptimizerGroup
+    from allhands.step import OptimizerStep
 
 # Seconds for which the launcher is waited for to say who is lost, once a collective has failed.
 _LONGEST_WAIT = 30.0
@@ -78,8 +82,16 @@ class Elastic:
     def step(self, take: Callable[[Any], None], batch: Any) -> None:
         """Take an optimizer step with a batch, or where members change meanwhile, with this rank's
         new share of the same global batch."""
+
+        def checked(share: Any) -> None:
+            take(share)
+            if self._progress.updates:  # the ranks have told one another what they have updated
+                if self.world.device.type == "cuda":
+                    torch.cuda.synchronize(self.world.device)
+                self.regrouping.check()
+
         self._until_done(
-            lambda: take(batch), lambda: take(self.loop.same_batch()), self._step_taken
+            lambda: checked(batch), lambda: checked(self.loop.same_batch()), self._step_taken
         )
 
     def _until_done(
@@ -88,6 +100,7 @@ class Elastic:
         """Do a unit, and where members change meanwhile do it `again`; `finish` gives what it has
         counted."""
         self.measures.begin_unit()
+        self._progress.begin()
         do = unit
         while True:
             try:
@@ -104,10 +117,12 @@ class Elastic:
             finally:
                 self._within = False
 
-    def before_update(self) -> None:
-        """Before the update of a step, on all ranks."""
+    def before_update(self, step: OptimizerStep, group: OptimizerGroup) -> None:
+        """Before the update of a step, on all ranks, whose gradients are whole."""
+        self._progress.step = step, group
         self.measures.share()
         self.regrouping.check()
+        self._progress.updates = group.strategy.parted and self.world.world_size > 1
 
     def _step_taken(self) -> Any:
         self.measures.step_taken()
@@ -159,8 +174,13 @@ class Elastic:
                 return (
                     f"{kind} asks the workers in the middle of its update, which cannot be repeated"
                 )
-            if not strategy.regroups():
-                return f"strategy '{strategy.in_words()}' cannot be bound to other workers"
+            if strategy.parted and group.precision.scaler is not None:
+                return "with precision='fp16' the workers decide within the update; write 'bf16'"
+            if strategy.parted and callable(getattr(group.optimizer, "eval", None)):
+                kind = type(group.optimizer).__name__
+                return f"{kind} evaluates other weights than it trains; write DDP()"
+            if why := strategy.regroup_refused():
+                return why
         for feed in loop.feeds.values():
             if not isinstance(feed, (InMemoryFeed, LoaderFeed)):
                 return f"loader '{feed.name}' is a stream, which cannot be entered in the middle"
@@ -212,6 +232,9 @@ class Elastic:
         self.regrouping.enter(membership)
         calls.restart()
         standing = self._transfer.meet(False)
+        if self._transfer.end_update(standing):
+            self._end_step()
+        self._transfer.detach()
         self.brings_weights = True
         loop.bind()
         loop.checkpoints.meet()
@@ -219,6 +242,19 @@ class Elastic:
         loop.begin_anew()
         loop.checkpoints.open()
         loop.agreement.begin(loop.global_step + loop.evaluated)
+
+    def _end_step(self) -> None:
+        """The update of the step is made that was interrupted."""
+        assert self._progress.step is not None
+        if not self.measures.is_shared:
+            raise WorldError(
+                "a further worker was lost while the others made up for one, and with it what they "
+                "had measured in the step. Write --max-restarts, and logdir= and resume='auto', so "
+                "that all workers start again from the newest checkpoint"
+            )
+        _, group = self._progress.step
+        self.loop.stepped(group)
+        self._progress.done(None, self._step_taken())
 
     def receive(self) -> None:
         """In a process that is taken in: put the training where the others are."""

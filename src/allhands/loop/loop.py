@@ -283,8 +283,7 @@ class Loop(OwnSteps):
             if self.stop_reason is not None:
                 self.reporter.line(f"stopped {self.where}: {self.stop_reason}")
             self.finish()
-            for group in self.groups.values():
-                group.state.give_back(keep=True)
+            self.give_back(keep=True)
 
     def _open_loggers(self) -> None:
         if self._loggers is None or (self.main and not self._loggers.active):

@@ -97,14 +97,18 @@ class LoopCheckpoints(Checkpoints):
         return {}
 
     def state(self) -> dict[str, Any]:
-        """What all ranks hold alike."""
-        loop = self.loop
-        for group in loop.groups.values():
+        """What all ranks hold alike; all call it together."""
+        for group in self.loop.groups.values():
             group.state.collect()
+        return self.alike(lambda group: group.state.optimizer_state())
+
+    def alike(self, optimizer_state: Callable[[OptimizerGroup], Any]) -> dict[str, Any]:
+        """The same, without a word to another rank but in `optimizer_state`."""
+        loop = self.loop
         return {
             "format": FORMAT,
             "model": self._by_group(lambda group: group.state.model_state()),
-            "optimizer": self._by_group(lambda group: group.state.optimizer_state()),
+            "optimizer": self._by_group(optimizer_state),
             "scheduler": self._by_group(lambda group: group.schedule.state_dict()),
             "scaler": self._by_group(_scaler_state),
             "epoch": loop.epoch,
@@ -217,9 +221,11 @@ class LoopCheckpoints(Checkpoints):
     # ------------------------------------------------------------------ other members of the world
 
     def in_memory(self) -> dict[str, Any]:
-        """What a process needs that takes part from here on; of tensors and plain data."""
+        """What a process needs that takes part from here on; of tensors and plain data. No other
+        rank takes part."""
         position = self.loop.position
-        return self.state() | {"position": None if position is None else position.to_dict()}
+        state = self.alike(lambda group: group.state.optimizer_state_alike())
+        return state | {"position": None if position is None else position.to_dict()}
 
     def join(self, state: dict[str, Any]) -> None:
         """Put a training that begins where `in_memory` was taken on another rank."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,6 +19,9 @@ from allhands.step.update import set_mode
 from allhands.strategies.alike import check_buffers_equal
 from allhands.strategies.base import BindOptions
 from allhands.world import World
+
+if TYPE_CHECKING:
+    from allhands.loop.elastic import Elastic
 
 
 class OptimizerGroup:
@@ -43,7 +46,7 @@ class OptimizerGroup:
         task: Task,
         try_on: Callable[[nn.Module, int], Any],
         say: Callable[[str], None],
-        weights_follow: bool = False,
+        elastic: Elastic | None = None,
     ) -> None:
         self.settings, self.world = settings, world
         self.optimizer, self.strategy = settings.optimizer, settings.strategy
@@ -56,20 +59,22 @@ class OptimizerGroup:
                 self.optimizer.load_state_dict(self.optimizer.state_dict())
         self.schedule = Schedule(settings.scheduler)
         self._task, self._try_on, self._say = task, try_on, say
-        self.bind(weights_follow)
+        self._elastic = elastic
+        self.bind()
 
-    def bind(self, weights_follow: bool) -> None:
-        """Bind the strategy to the model and the optimizer, in the world as it is now.
-
-        Args:
-            weights_follow: see `BindOptions`.
-        """
+    def bind(self) -> None:
+        """Bind the strategy to the model and the optimizer, in the world as it is now."""
         settings, world, scaler = self.settings, self.world, self.precision.scaler
         if scaler is not None and self.strategy.parted and world.world_size > 1:
             scaler.together = world
         self.captures = captures_steps(settings, world, self._task, scaler is not None, self._say)
         options = BindOptions(
-            settings.seed, scaler, self._try_on, settings.clip_norm, weights_follow
+            settings.seed,
+            scaler,
+            self._try_on,
+            settings.clip_norm,
+            self._elastic is not None and self._elastic.brings_weights,
+            self._elastic is not None,
         )
         bound = self.strategy.bind(settings.model, self.optimizer, world, options)
         self.placement, self.exchange, self.state = bound.placement, bound.exchange, bound.state

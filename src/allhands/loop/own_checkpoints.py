@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from allhands.loop.checkpoint import tree
 from allhands.loop.loop_checkpoints import LoopCheckpoints, Tensors
 
 if TYPE_CHECKING:
+    from allhands.loop.optimizer_group import OptimizerGroup
     from allhands.loop.own_steps import OwnSteps
 
 _PREFIX = "registered/"
@@ -26,9 +27,9 @@ class OwnCheckpoints(LoopCheckpoints):
 
     loop: OwnSteps
 
-    def state(self) -> dict[str, Any]:
+    def alike(self, optimizer_state: Callable[[OptimizerGroup], Any]) -> dict[str, Any]:
         loop = self.loop
-        return super().state() | {
+        return super().alike(optimizer_state) | {
             "history": copy.deepcopy(loop.history),
             "best": None,
             "best_epoch": 0,

@@ -35,10 +35,13 @@ class SharedMeasures:
         # The same once the step that is being taken has ended.
         self._next_measured: tuple[Any, list[Part]] | None = None
         self._next_shared: Sums = ({}, {})
+        #: The other ranks know what this one has measured before the update of the step.
+        self.is_shared = False
 
     def begin_unit(self) -> None:
         """What all ranks do together begins."""
         self._logged = self._loop.logged.copy()
+        self.is_shared = False
 
     def share(self) -> None:
         """Tell the other ranks what this one has measured; no rank leaves before all have come."""
@@ -58,6 +61,7 @@ class SharedMeasures:
             for part, own in zip(parts, further, strict=True):
                 part.update(_unpacked(own) if len(own) else {})
         self._next_measured, self._next_shared = (loop.measure, parts), loop.logged.copy()
+        self.is_shared = True
 
     def step_taken(self) -> None:
         """The step is taken, before whose update the ranks have shared."""

@@ -15,11 +15,14 @@ from allhands.comm import all_gather_text, broadcast_bytes, broadcast_new
 from allhands.errors import WorldError
 from allhands.loop.checkpoint import tree
 from allhands.loop.shared_measures import SharedMeasures
+from allhands.strategies.shards import Shards, bring_shards
 from allhands.version import __version__
 from allhands.world import World
 
 if TYPE_CHECKING:
     from allhands.loop.bound_loop import BoundLoop
+    from allhands.loop.optimizer_group import OptimizerGroup
+    from allhands.step import OptimizerStep
 
 
 @dataclass
@@ -30,15 +33,24 @@ class Progress:
         units: that are done.
         result: of the last of them.
         counted: where that was a step, what it has changed beside weights.
+        step: the step that is being taken, and its group, once its gradients are whole.
+        updates: parts of its update are made, and on their way to the other ranks.
     """
 
     units: int = 0
     result: Any = None
     counted: Any = None
+    step: tuple[OptimizerStep, OptimizerGroup] | None = None
+    updates: bool = False
+
+    def begin(self) -> None:
+        """A further unit begins."""
+        self.step, self.updates = None, False
 
     def done(self, result: Any, counted: Any) -> None:
         """A further unit is."""
         self.units, self.result, self.counted = self.units + 1, result, counted
+        self.begin()
 
 
 @dataclass(frozen=True)
@@ -88,6 +100,8 @@ class StateTransfer:
         self._progress, self._measures = progress, measures
         # Where the last unit was a step: the buffers after it.
         self._buffers: list[torch.Tensor] = []
+        # By group, what this rank held for others when one was lost.
+        self._shards: dict[str, Shards] = {}
 
     def keep_buffers(self) -> None:
         """A step is taken: what is changed by one that fails can be had again."""
@@ -105,7 +119,7 @@ class StateTransfer:
     def meet(self, joins: bool) -> Standing:
         """In a new group, and the first that is said in it: how far has each member come?"""
         own = {
-            "units": -1 if joins else self._progress.units,
+            "units": -1 if joins else self._progress.units + self._progress.updates,
             "evaluated": 0 if joins else self._loop.evaluated,
             "training": self._number,
         }
@@ -115,6 +129,31 @@ class StateTransfer:
             max(one["evaluated"] for one in told),
             tuple(one["training"] for one in told),
         )
+
+    def end_update(self, standing: Standing) -> bool:
+        """Where some rank has begun the update of a step, end that on this rank: all have the whole
+        gradients, and none has the whole update.
+
+        Returns:
+            Whether this rank has now done what it was doing, but for what others have updated.
+        """
+        progress = self._progress
+        if standing.units[self._loop.world.rank] == standing.newest:
+            return progress.updates
+        if progress.step is not None and not progress.updates:
+            step, group = progress.step
+            if group.strategy.parted:
+                step.apply()
+                progress.updates = True
+        return False
+
+    def detach(self) -> None:
+        """Take the parts of optimizers' states that this rank holds for others out of their
+        optimizers, which are to be bound anew."""
+        for name, group in self._loop.groups.items():
+            if group.strategy.parted:
+                found = group.state.detach()
+                self._shards.setdefault(name, found)  # of the first loss, where one follows another
 
     def bring(self, standing: Standing) -> None:
         """Once the strategy is bound: be where the furthest is."""
@@ -129,6 +168,11 @@ class StateTransfer:
             given = self._state() if world.rank == standing.source else None
             state = broadcast_state(given, standing.source, world)
             self._take(state, own, newest)
+        for name, group in loop.groups.items():
+            if group.strategy.parted:
+                shards = self._shards.get(name, {})
+                bring_shards(shards, group.settings.model, group.optimizer, world)
+        self._shards.clear()
         self._measures.take_up()
         # The next steps are read and looked at as by a rank that begins with them.
         loop.renew_steps()
@@ -137,6 +181,7 @@ class StateTransfer:
     def _take(self, state: dict[str, Any], own: int, newest: int) -> None:
         loop = self._loop
         self._progress.units, self._progress.result = newest, state["result"]
+        self._progress.begin()
         if own < 0:
             loop.checkpoints.join(state["loop"])
         elif own < newest:

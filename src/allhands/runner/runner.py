@@ -371,8 +371,7 @@ def _train(
         home = next(settings.model.parameters(), torch.empty(0)).device
         training = runner._training(settings, world, reporter)
         history = training.run()
-        for group in training.loop.groups.values():
-            group.state.give_back(keep=not shipped or world.local_rank == 0)
+        training.loop.give_back(keep=not shipped or world.local_rank == 0)
         if not shipped and home != world.device:
             handed_back.place(settings, home)
     if shipped:

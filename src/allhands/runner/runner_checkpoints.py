@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from allhands.loop.loop_checkpoints import LoopCheckpoints
 from allhands.strategies.kept import in_parts, of_this_rank
 
 if TYPE_CHECKING:
+    from allhands.loop.optimizer_group import OptimizerGroup
     from allhands.runner.training import Training
 
 
@@ -22,9 +24,9 @@ class RunnerCheckpoints(LoopCheckpoints):
         super().__init__(loop)
         self.training = training
 
-    def state(self) -> dict[str, Any]:
+    def alike(self, optimizer_state: Callable[[OptimizerGroup], Any]) -> dict[str, Any]:
         training = self.training
-        return super().state() | {
+        return super().alike(optimizer_state) | {
             "best": training.best,
             "best_epoch": training.best_epoch,
             "best_step": training.best_step,

@@ -375,6 +375,8 @@ class OptimizerStep:
                 own, own if self.alone else total, self.clip_norm, missing
             )
         if not updated:
+            if self.before_update is not None:
+                self.before_update()
             self._update()
 
     def _first_loss(self, output: Any, target: Any) -> torch.Tensor:
@@ -428,6 +430,13 @@ class OptimizerStep:
             self._clip_and_apply()
 
     def _clip_and_apply(self) -> None:
+        self.apply()
+        if self.several:
+            self.exchange.updated()
+
+    def apply(self) -> None:
+        """Clip the gradients that lie in the parameters, and take the optimizer's step on this
+        rank alone."""
         scaler = self.precision.scaler
         if scaler is not None:
             scaler.unscale_(self.optimizer)
@@ -439,8 +448,6 @@ class OptimizerStep:
             scaler.apply(self.optimizer)
         else:
             self._apply()
-        if self.several:
-            self.exchange.updated()
 
 
 _nothing: AbstractContextManager[Any] = nullcontext()

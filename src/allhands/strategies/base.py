@@ -37,6 +37,8 @@ class BindOptions:
         clip_norm: bound of the gradients' norm.
         weights_follow: the caller brings weights and the optimizer's state to all ranks after
             binding, so that they need not be sent before.
+        may_lose: a rank may be lost in the middle of the training, and what it holds of the
+            optimizer's state is to be kept on another one too.
     """
 
     seed: int = 42
@@ -44,6 +46,7 @@ class BindOptions:
     try_on: TryOn | None = None
     clip_norm: float | None = None
     weights_follow: bool = False
+    may_lose: bool = False
 
 
 BIND_OPTIONS = BindOptions()
@@ -105,10 +108,10 @@ class Strategy(ABC):
         norm."""
         return self.exact
 
-    def regroups(self) -> bool:
-        """Whether a training can go on where members of its world change, bound to model and
-        optimizer anew."""
-        return False
+    def regroup_refused(self) -> str | None:
+        """Why a training cannot go on where members of its world change, bound to model and
+        optimizer anew, as a sentence with what to write; None where it can."""
+        return f"strategy '{self.in_words()}' cannot be bound to other workers"
 
     def check_size(self, workers: int) -> None:
         """Raise `UserError` when it cannot run with so many workers, before any is started."""

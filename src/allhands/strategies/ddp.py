@@ -101,8 +101,16 @@ class DDP(Strategy):
         if self.compress is not None and workers > 1:
             check_compressible(self.compress, settings.model, settings.precision)
 
-    def regroups(self) -> bool:
-        return not (self.parted or self.sync_batchnorm or self.compress is not None)
+    def regroup_refused(self) -> str | None:
+        if self.sync_batchnorm:
+            return "DDP(sync_batchnorm=True) converts the model's layers; write DDP()"
+        if self.compress is not None and cast_dtype(self.compress) is None:
+            name = self.compress["name"]
+            return (
+                f"DDP(compress={name!r}) has on each worker what was left over of its gradients, "
+                "which is lost with it; write compress='bf16', or DDP()"
+            )
+        return None
 
     def capture_refused(self, model: nn.Module, world: World) -> str | None:
         if world.world_size == 1:
@@ -149,7 +157,7 @@ class DDP(Strategy):
             broadcast_tensors(
                 [*(p.detach() for p in module.parameters()), *module.buffers()], world
             )
-        sharded = ShardedState(module, optimizer, world) if self.parted else None
+        sharded = ShardedState(module, optimizer, world, options.may_lose) if self.parted else None
         exchange = DDPExchange(
             module, optimizer, world, self.bucket_cap_mb, self.compress, options, sharded
         )

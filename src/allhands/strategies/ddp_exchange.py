@@ -69,6 +69,11 @@ class DDPExchange(Exchange):
         self._cap = None if isinstance(cap, str) else cap
         self._cap_known = False
         self.notes: list[str] = []
+        if sharded is not None and options.may_lose:
+            self.notes.append(
+                "--elastic: each part of the optimizer's state is on two workers, which both "
+                "update it; a loss of both at once ends the training"
+            )
         self.trained = self._exchanged(model)
         self._coded = self._make_coded(self.trained)
         self.buckets: Buckets | None = None

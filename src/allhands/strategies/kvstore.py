@@ -103,6 +103,21 @@ class KVStore(KVStoreSettings, Strategy):
                 " and a logdir to start all of them again from the newest checkpoint",
             )
 
+    def regroup_refused(self) -> str | None:
+        if servers_of_job():
+            return "strategy 'kvstore' with servers does not change its workers; leave -s out"
+        if self.takes_step:
+            return (
+                "KVStore(update='store') has 1/N of the optimizer's state on each worker, which is "
+                "lost with it; write KVStore(update='worker')"
+            )
+        if self.compress is not None:
+            return (
+                f"KVStore(compress={self.compress!r}) has on each worker what was left over of its "
+                "gradients, which is lost with it; leave compress out"
+            )
+        return None
+
     def compiled(self, workers: int) -> str | None:
         return "model"
 

@@ -200,6 +200,13 @@ class StoredModel:
             store, self.store = self.store, None
             store.close()
 
+    def abandon(self) -> None:
+        """Leave a store without servers, of which some worker is gone; the weights stay what they
+        are."""
+        store, self.store = self.store, None
+        if isinstance(store, CollectiveStore):
+            store.abandon()
+
 
 class KVStoreExchange(Exchange):
     """Pushes gradients into the store, and pulls the weights that it has made of them.
@@ -227,6 +234,9 @@ class KVStoreExchange(Exchange):
 
     def finish(self) -> None:
         self.stored.close()
+
+    def abandon(self) -> None:
+        self.stored.abandon()
 
     # ------------------------------------------------------------------ a step
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from allhands.strategies.alike import make_buffers_equal
 from allhands.strategies.held import Read
+from allhands.strategies.shards import Shards, taken
 from allhands.world import World
 
 
@@ -61,6 +62,10 @@ class ModelState:
         """The same of the plain optimizer; all ranks call it together."""
         return self.optimizer.state_dict()
 
+    def optimizer_state_alike(self) -> dict[str, Any]:
+        """What all ranks hold alike of it, without a word to another rank."""
+        return self.optimizer.state_dict()
+
     def load_model_state(self, state: Mapping[str, Any], read: Read) -> None:
         """Go on from the plain model's ``state_dict``; ``read(value, held)`` brings slices of a
         value of it into ``held.local``.
@@ -73,6 +78,19 @@ class ModelState:
     def load_optimizer_state(self, state: Mapping[str, Any], read: Read) -> None:
         """The same for the optimizer."""
         self.optimizer.load_state_dict(dict(state))
+
+    # ------------------------------------------------------------------ other members
+
+    def detach(self) -> Shards:
+        """Some rank is gone: put the optimizer over the plain parameters, without a state, and
+        without a word to the others.
+
+        Returns:
+            What this rank holds for others too: of each parameter that it updates, by name.
+        """
+        members = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        named = {name: p for name, p in self.model.named_parameters() if id(p) in members}
+        return taken(self.optimizer, named)
 
     # ------------------------------------------------------------------ in memory
 

@@ -61,7 +61,7 @@ def mean_state(optimizer: torch.optim.Optimizer, world: World) -> tuple[State, i
         elif kind == "counter":
             made = torch.tensor(value, dtype=getattr(torch, dtype), device="cpu")
             state[parameter][key] = made.to(
-                own.device if own is not None else _home(optimizer, parameter, made)
+                own.device if own is not None else home_of(optimizer, parameter, made)
             )
         else:
             there = (
@@ -96,7 +96,7 @@ def _kind(value: torch.Tensor) -> str:
     return "mean" if value.is_floating_point() else "rank 0"
 
 
-def _home(
+def home_of(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter, value: torch.Tensor
 ) -> torch.device:
     """Where torch keeps this tensor of a state: counters stay on the processor, unless a kernel
@@ -138,7 +138,9 @@ def take_own_state(tensors: dict[str, torch.Tensor], optimizer: torch.optim.Opti
             state[parameter] = {k: v for k, v in others if v is None or isinstance(v, (bool, str))}
         there = optimizer.state.get(parameter, {}).get(key)
         home = (
-            there.device if isinstance(there, torch.Tensor) else _home(optimizer, parameter, value)
+            there.device
+            if isinstance(there, torch.Tensor)
+            else home_of(optimizer, parameter, value)
         )
         state[parameter][key] = value.item() if kind == "number" else value.to(home, copy=True)
     return state

@@ -14,6 +14,7 @@ from torch import nn, optim
 from allhands.comm import all_gather_text
 from allhands.errors import UserError
 from allhands.strategies.held import Held, Read, nowhere
+from allhands.strategies.shards import Shards, taken, working_together
 from allhands.world import World
 
 # Each changes an element of a parameter by that element's own gradient and state alone, so that it
@@ -74,24 +75,13 @@ def _check_own(optimizer: optim.Optimizer) -> None:
             "knows nothing. Leave torch.optim.Optimizer's, or write distributed='ddp'"
         )
     groups = {id(group) for group in optimizer.param_groups}
-    for inner in _inner_optimizers(optimizer):
+    for inner in working_together(optimizer)[1:]:
         if any(id(group) not in groups for group in inner.param_groups):
             raise UserError(
                 f"{kind.__name__} holds a {type(inner).__name__} that has groups of parameters of "
                 "its own, which would go on working on whole parameters. Share them "
                 "(self.param_groups = inner.param_groups), or write distributed='ddp'"
             )
-
-
-def _inner_optimizers(optimizer: optim.Optimizer) -> list[optim.Optimizer]:
-    """The optimizers that this one holds in its attributes, as a Lookahead does, and those that
-    they hold."""
-    found = [
-        value
-        for value in vars(optimizer).values()
-        if isinstance(value, optim.Optimizer) and value is not optimizer
-    ]
-    return found + [deeper for inner in found for deeper in _inner_optimizers(inner)]
 
 
 class Repointed:
@@ -123,7 +113,7 @@ class Repointed:
         self._before = [list(group["params"]) for group in optimizer.param_groups]
         self.names = [[names[id(parameter)] for parameter in members] for members in self._before]
         #: It, and those that it holds, over the same groups.
-        self._all = [optimizer, *_inner_optimizers(optimizer)]
+        self._all = working_together(optimizer)
         for group, members in zip(optimizer.param_groups, self.names, strict=True):
             group["params"] = [local[name] for name in members if name in local]
         for each in self._all:
@@ -196,12 +186,16 @@ class Repointed:
     def state_dict(self) -> dict[str, Any]:
         """As the plain optimizer's ``state_dict``, with `Held` where a tensor is shaped like its
         parameter. All ranks call it."""
+        return self.without_state() | {"state": self._state_of(self.optimizer)}
+
+    def without_state(self) -> dict[str, Any]:
+        """The same with the options of the groups alone."""
         groups, index = [], 0
         for group, members in zip(self.optimizer.param_groups, self.names, strict=True):
             options = {key: value for key, value in group.items() if key != "params"}
             groups.append(options | {"params": list(range(index, index + len(members)))})
             index += len(members)
-        return {"state": self._state_of(self.optimizer), "param_groups": groups}
+        return {"state": {}, "param_groups": groups}
 
     def _state_of(self, optimizer: optim.Optimizer) -> dict[int, dict[str, Any]]:
         described: dict[int, dict[str, Any]] = {}
@@ -320,5 +314,15 @@ class Repointed:
                         whole.setdefault(home, {})[key] = made
             optimizer.state.clear()
             optimizer.state.update(whole)
+        self._put_back()
+
+    def _put_back(self) -> None:
         for group, members in zip(self.optimizer.param_groups, self._before, strict=True):
             group["params"] = members
+
+    def detach(self) -> Shards:
+        """Put the optimizer back over the plain model's parameters, without a state and without a
+        word to the other ranks; the state of the parameters here."""
+        found = taken(self.optimizer, self.local)
+        self._put_back()
+        return found

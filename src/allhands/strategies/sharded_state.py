@@ -6,6 +6,7 @@ Models, SC 2020.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from allhands.comm import broadcast_tensors, calls
 from allhands.strategies.held import Held, dealt, held, nowhere
 from allhands.strategies.model_state import ReplicatedState
 from allhands.strategies.repoint import Read, Repointed, check_elementwise
+from allhands.strategies.shards import Shards
 from allhands.world import World
 
 STATES = ("whole", "sharded")
@@ -51,9 +53,13 @@ class ShardedState(ReplicatedState):
         model: the same on all ranks.
         optimizer: the user's, over parameters of `model`.
         world: its ranks, of which there are several.
+        twice: each rank also updates what the one before it does, to the same bits, so that a rank
+            that is lost leaves its part of the state on the next one.
     """
 
-    def __init__(self, model: nn.Module, optimizer: optim.Optimizer, world: World) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: optim.Optimizer, world: World, twice: bool = False
+    ) -> None:
         super().__init__(model, optimizer, world)
         plain = dict(model.named_parameters())
         names = {id(parameter): name for name, parameter in plain.items()}
@@ -63,8 +69,12 @@ class ShardedState(ReplicatedState):
         local: dict[str, nn.Parameter] = {}
         for name, owner in zip(members, owners, strict=True):
             parameter = plain[name]
+            own = held(parameter, {}, None)
             if owner == world.rank:
-                local[name], described[name] = parameter, held(parameter, {}, None)
+                local[name], described[name] = parameter, own
+            elif twice and (owner + 1) % world.world_size == world.rank:
+                local[name] = parameter
+                described[name] = dataclasses.replace(own, first=False, copies=2)
             else:
                 described[name] = nowhere(parameter.shape, parameter.dtype)
         #: The parameters that other ranks update.
@@ -88,6 +98,12 @@ class ShardedState(ReplicatedState):
 
     def optimizer_state(self) -> dict[str, Any]:
         return self._repointed.state_dict()
+
+    def optimizer_state_alike(self) -> dict[str, Any]:
+        return self._repointed.without_state()
+
+    def detach(self) -> Shards:
+        return self._repointed.detach()
 
     def load_optimizer_state(self, state: Mapping[str, Any], read: Read) -> None:
         self._repointed.load_state_dict(state, read)

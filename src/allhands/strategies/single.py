@@ -21,8 +21,8 @@ class Single(Strategy):
                 f"{world.world_size}; write distributed='ddp', or start the script once"
             )
 
-    def regroups(self) -> bool:
-        return True
+    def regroup_refused(self) -> str | None:
+        return None
 
     def capture_refused(self, model: nn.Module, world: World) -> str | None:
         return None

@@ -1,0 +1,116 @@
+"""The parts of an optimizer's state that ranks hold, brought to other ranks where some are gone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn, optim
+
+from allhands.comm import all_gather_text, broadcast_new, calls
+from allhands.errors import WorldError
+from allhands.strategies.optimizer_means import home_of
+from allhands.world import World
+
+_WEIGHT = "weight"
+#: By the parameter's name: its weight as `_WEIGHT`, and entries of its state by the number of the
+#: optimizer among those that work together, and their own name.
+Shards = dict[str, dict[str, Any]]
+
+
+def working_together(optimizer: optim.Optimizer) -> list[optim.Optimizer]:
+    """An optimizer, and those that it holds in its attributes, as a Lookahead does, and those that
+    they hold."""
+    found = [optimizer]
+    for value in vars(optimizer).values():
+        if isinstance(value, optim.Optimizer) and value is not optimizer:
+            found += working_together(value)
+    return found
+
+
+def taken(optimizer: optim.Optimizer, named: Mapping[str, nn.Parameter]) -> Shards:
+    """Take the state of parameters out of their optimizer, which has none then."""
+    found: Shards = {}
+    together = working_together(optimizer)
+    for name, parameter in named.items():
+        found[name] = {_WEIGHT: parameter.detach().clone()}
+        for number, each in enumerate(together):
+            for key, value in each.state.get(parameter, {}).items():
+                found[name][f"{number}/{key}"] = value
+    for each in together:
+        each.state.clear()
+    return found
+
+
+def bring_shards(
+    shards: Shards, model: nn.Module, optimizer: optim.Optimizer, world: World
+) -> None:
+    """Put the weights on all ranks, and the state of each parameter where its optimizer is now; all
+    ranks call it together.
+
+    Args:
+        shards: what this rank held before.
+        model: has the plain parameters.
+        optimizer: is over those that this rank updates now, and has no state of them.
+        world: the ranks.
+
+    Raises:
+        WorldError: no rank has held some parameter's state.
+    """
+    calls.note("bringing over parts of the optimizer's state")
+    told = [
+        json.loads(text)
+        for text in all_gather_text(json.dumps({k: _forms(v) for k, v in shards.items()}), world)
+    ]
+    parameters = dict(model.named_parameters())
+    known = {name for own in told for name in own}
+    updated = [p for group in optimizer.param_groups for p in group["params"]]
+    here = {id(p) for p in updated}
+    names = {id(p): name for name, p in parameters.items()}
+    _check_none_is_missing(sorted({names[id(p)] for p in updated} - known), world)
+    together = working_together(optimizer)
+    for rank, own in enumerate(told):
+        mine = [name for name in own if not any(name in before for before in told[:rank])]
+        keys = [(name, key) for name in mine for key, form in own[name].items() if len(form) == 2]
+        forms = [(own[name][key][0], getattr(torch, own[name][key][1])) for name, key in keys]
+        given = [shards[name][key] for name, key in keys] if rank == world.rank else None
+        found = dict(zip(keys, broadcast_new(given, forms, world, rank), strict=True))
+        for name in mine:
+            parameter = parameters[name]
+            with torch.no_grad():
+                parameter.copy_(found[name, _WEIGHT])
+            if id(parameter) not in here:
+                continue
+            for key, form in own[name].items():
+                if key != _WEIGHT:
+                    number, _, entry = key.partition("/")
+                    value = found[name, key] if len(form) == 2 else form[0]
+                    if isinstance(value, torch.Tensor):
+                        value = value.to(home_of(optimizer, parameter, value), copy=True)
+                    together[int(number)].state[parameter][entry] = value
+
+
+def _forms(entries: dict[str, Any]) -> dict[str, list[Any]]:
+    """Shape and dtype of each tensor, and what is no tensor as it is."""
+    return {
+        key: [list(value.shape), str(value.dtype).removeprefix("torch.")]
+        if isinstance(value, torch.Tensor)
+        else [value]
+        for key, value in entries.items()
+    }
+
+
+def _check_none_is_missing(own: list[str], world: World) -> None:
+    """Raise `WorldError` on all ranks where some has a parameter whose state is gone."""
+    missing = sorted(
+        {name for text in all_gather_text(json.dumps(own), world) for name in json.loads(text)}
+    )
+    if missing:
+        more = f" and {len(missing) - 1} more parameters" if len(missing) > 1 else ""
+        raise WorldError(
+            "workers that keep the same part of the optimizer's state were lost at once, and with "
+            f"them that of '{missing[0]}'{more}. Write --max-restarts, and logdir= and "
+            "resume='auto', so that all workers start again from the newest checkpoint"
+        )
