@@ -186,6 +186,7 @@ def test_the_others_go_on_with_the_same_result(job: Job, losses: list[str]) -> N
     assert "workers repeat what was interrupted" in out or "1 worker repeat" in out
     rows = (job.folder / "logs" / "membership.csv").read_text().splitlines()
     assert rows[0].startswith("time,membership,step,workers,lost,joined,seconds")
+    assert rows[1].partition(",")[2] == "0,,3,,0,0", "the beginning"
     assert len((job.folder / "logs" / "metrics.csv").read_text().splitlines()) == 4
 
 

@@ -11,17 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from allhands.errors import UserError
+from allhands.loop import membership_log
 from allhands.report import draw_curves, has_matplotlib
 from allhands.report.curves import Curve
+from allhands.world.regroup import began_with
 
 VARIABLE = "ALLHANDS_CURVES"
 
 
 class Loggers:
     """Writes ``metrics.csv`` (one row an epoch, or an evaluation), ``tensorboard/``, and at the end
-    ``curves.png`` where matplotlib is installed; on ranks other than 0, or without logdir, nothing.
+    ``curves.png`` where matplotlib is installed, with ``membership.png`` where members of the world
+    have changed; on ranks other than 0, or without logdir, nothing.
 
-    The variable ``ALLHANDS_CURVES=0`` leaves the picture out.
+    The variable ``ALLHANDS_CURVES=0`` leaves the pictures out.
 
     Args:
         logdir: folder, or None.
@@ -111,6 +114,8 @@ class Loggers:
             self._writer.close()
             if sys.exc_info()[0] in (None, SystemExit) and os.environ.get(VARIABLE) != "0":
                 self._draw()
+                if self._csv is not None and began_with() is not None and has_matplotlib():
+                    membership_log.draw(self._csv.with_name(membership_log.CSV))
 
     def _draw(self) -> None:
         curves: dict[str, dict[str, Curve]] = {}

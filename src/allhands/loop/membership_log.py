@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import csv
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from allhands.report import Change, draw_membership
 from allhands.world.regroup import Membership
 
 if TYPE_CHECKING:
     from allhands.loop.bound_loop import BoundLoop
 
+CSV = "membership.csv"
 _COLUMNS = ("time", "membership", "step", "workers", "lost", "joined", "seconds")
 
 
 class MembershipLog:
-    """Prints a line for each change, and writes a row of ``membership.csv`` into the logdir.
+    """Prints a line for each change, and writes a row of ``membership.csv`` into the logdir. The
+    first row of a job is that of its beginning, as membership 0.
 
     Args:
         loop: the training.
@@ -23,7 +27,7 @@ class MembershipLog:
 
     def __init__(self, loop: BoundLoop) -> None:
         self._loop = loop
-        self._began = time.monotonic()
+        self._began, self._began_with = time.time(), loop.world.world_size
 
     def add(self, membership: Membership, seconds: float, repeats: bool) -> None:
         """The members have changed, which took so many seconds; `repeats`: something was
@@ -41,19 +45,32 @@ class MembershipLog:
         logdir = loop.settings.logdir
         if loop.world.rank or logdir is None:
             return
-        path = logdir / "membership.csv"
-        is_new = not path.exists()
+        path = logdir / CSV
+        rows: list[tuple[Any, ...]] = [] if path.exists() else [_COLUMNS]
+        # A rank that is the first since a change goes on with what others have written.
+        if not any(float(row["time"]) > self._began for row in read_rows(path)):
+            rows.append((f"{self._began:.3f}", 0, "", self._began_with, "", 0, 0))
+        now, took = f"{time.time():.3f}", f"{seconds:.3f}"
+        rows.append((now, membership.epoch, loop.global_step, size, lost, joined, took))
         with path.open("a", newline="") as file:
-            writer = csv.writer(file)
-            if is_new:
-                writer.writerow(_COLUMNS)
-            row = (
-                f"{time.time():.3f}",
-                membership.epoch,
-                loop.global_step,
-                size,
-                lost,
-                joined,
-                f"{seconds:.3f}",
-            )
-            writer.writerow(row)
+            csv.writer(file).writerows(rows)
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a ``membership.csv``; none where there is no such file."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def draw(path: Path) -> None:
+    """Draw a ``membership.csv``, if there is one, until now; as ``membership.png`` beside it."""
+    changes = [
+        Change(
+            float(row["time"]), int(row["workers"]), int(row["joined"]), row["membership"] == "0"
+        )
+        for row in read_rows(path)
+    ]
+    if changes:
+        draw_membership(path.with_suffix(".png"), changes, time.time())

@@ -2,5 +2,14 @@
 
 from allhands.report.curves import draw_curves
 from allhands.report.figures import has_matplotlib, new_figure, require_matplotlib, save_figure
+from allhands.report.membership_plot import Change, draw_membership
 
-__all__ = ["draw_curves", "has_matplotlib", "new_figure", "require_matplotlib", "save_figure"]
+__all__ = [
+    "Change",
+    "draw_curves",
+    "draw_membership",
+    "has_matplotlib",
+    "new_figure",
+    "require_matplotlib",
+    "save_figure",
+]
