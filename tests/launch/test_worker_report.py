@@ -6,12 +6,12 @@ import signal
 
 import pytest
 
-from allhands.launch.worker_report import Worker, describe, describe_stop
+from allhands.launch.worker_report import Worker, describe, describe_stop, first_of
 
 
 def first(*workers: Worker) -> int | None:
-    failed = [(at, w.rank) for w in workers if (at := w.failed_at()) is not None]
-    return min(failed)[1] if failed else None
+    found = first_of(workers)
+    return None if found is None else found.rank
 
 
 def test_the_raise_counts_not_the_end_of_the_process() -> None:
@@ -28,6 +28,17 @@ def test_a_kill_precedes_the_broken_connections_that_it_causes() -> None:
     peer = Worker(0, "h", raised={"text": "Connection reset by peer"}, raised_at=10.0)
     killed = Worker(1, "h", exit={"signal": int(signal.SIGKILL)}, exit_at=10.01)
     assert first(peer, killed) == 1
+
+
+def test_a_broken_connection_is_no_first_failure_where_news_of_another_is_late() -> None:
+    peer = Worker(0, "d1", raised={"text": "RuntimeError: Connection closed by peer"})
+    peer.raised_at = 10.0
+    cause = Worker(1, "d2", leaving=3, leaving_at=12.5, exit={"code": 3}, exit_at=12.5)
+    assert first(peer, cause) == 1
+    assert first(peer) == 0
+    said = describe(cause, [peer, cause], None, 5.0, with_traceback=False)
+    assert "rank 1 (d2) failed first: exit code 3" in said
+    assert "failed after it: rank 0" in said
 
 
 def test_an_abort_may_be_the_answer_to_a_broken_connection() -> None:

@@ -14,9 +14,11 @@ from allhands.launch.handle import OVERDUE, AgentHandle
 from allhands.launch.output import Output
 from allhands.launch.protocol import bytes_of
 from allhands.launch.recovery import Recovery
-from allhands.launch.worker_report import Worker
+from allhands.launch.worker_report import Worker, first_of
 
 HOST_TIMEOUT = 15.0
+# Seconds that the news of a failure on another host may take longer than that of its consequence.
+_LONGEST_AWAY = 5.0
 
 
 class Supervisor(AgentGroup):
@@ -145,8 +147,20 @@ class Supervisor(AgentGroup):
     def first_failure(self) -> Worker | None:
         """The worker that failed first by itself, and whose failure ends the job, as far as is
         known now."""
-        failed = [(at, w.rank) for w in self.recovery.blamed() if (at := w.failed_at()) is not None]
-        return self.workers[min(failed)[1]] if failed else None
+        return first_of(self.recovery.blamed())
+
+    def _awaits_cause(self, first: Worker) -> bool:
+        """Whether the failure of `first` may be an echo of one on another host that is not known
+        yet, and is still to be waited for."""
+        failed_at = first.failed_at() or 0.0
+        if not first.is_echo or time.monotonic() - failed_at > _LONGEST_AWAY:
+            return False
+        return any(
+            self.workers[rank].exit is None and self.workers[rank].failed_at() is None
+            for agent in self.agents
+            if first.rank not in agent.ranks and not agent.lost
+            for rank in agent.ranks
+        )
 
     def interrupt(self, number: int) -> None:
         """Stop the job because the launcher got a signal; the second one kills at once. Safe in a
@@ -220,8 +234,9 @@ class Supervisor(AgentGroup):
                     self._tell_all(signal.SIGTERM)
                 first = self.first_failure()
                 if first is not None:
-                    # One that is raising is about to end, and its own teardown may still print.
-                    self.stop(self.grace, but=first.rank if first.silent is None else None)
+                    if not self._awaits_cause(first):
+                        # One that is raising is about to end, and its own teardown may still print.
+                        self.stop(self.grace, but=first.rank if first.silent is None else None)
                 elif self._some_do_not_follow():
                     self.stop(0.0 if signal.SIGTERM in self.passed else self.grace)
                 else:

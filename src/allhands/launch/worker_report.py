@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,17 @@ from allhands.launch.processes import REQUESTS, signal_name
 # connections. An exit that the worker did not announce (SIGKILL, os._exit) therefore counts as this
 # much earlier than it was seen.
 _UNSEEN = 1.0
+
+# What errors of gloo, nccl and the store say where a peer is gone, whose failure may be the
+# cause.
+_LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Connection was likely closed",
+    "remote process exit",
+    "ncclRemoteError",
+)
 
 _STATES = {
     "T": "it is stopped (state T), by SIGSTOP or a debugger",
@@ -127,6 +138,16 @@ class Worker:
         times = [at for at in times if self.stop_at is None or at <= self.stop_at]
         return min(times, default=None)
 
+    @property
+    def is_echo(self) -> bool:
+        """Whether its failure says no more than that a peer is gone, whose failure may be the
+        cause."""
+        if self.silent is not None or self.lost is not None:
+            return False
+        if self.raised is not None:
+            return any(sign in self.raised["text"] for sign in _LOST_PEER)
+        return self.leaving is None and (self.exit or {}).get("signal") == signal.SIGABRT
+
     def _exit_is_failure(self) -> bool:
         if self.exit == {"code": 0}:
             return self.is_server or (self.must_return and self.returned is None)
@@ -186,6 +207,16 @@ class Worker:
         return f"exit code {code}"
 
 
+def first_of(failed: Iterable[Worker]) -> Worker | None:
+    """The one of some workers that failed first by itself.
+
+    News of a failure takes its time, which differs from host to host. So one that only echoes the
+    loss of a peer is not the first where another has failed otherwise.
+    """
+    found = [one for one in failed if one.failed_at() is not None]
+    return min(found, key=lambda one: (one.is_echo, one.failed_at() or 0.0, one.rank), default=None)
+
+
 def _ranks(workers: list[Worker]) -> str:
     ranks = [worker for worker in workers if not worker.is_server]
     named = (
@@ -236,7 +267,11 @@ def describe(
     others = [worker for worker in workers if worker is not first]
     failed = [worker for worker in others if worker.failed_at() is not None]
     # Where the others go on without a worker that fails.
-    before = [worker for worker in failed if (worker.failed_at() or failed_at) < failed_at]
+    before = [
+        worker
+        for worker in failed
+        if (worker.failed_at() or failed_at) < failed_at and worker.is_echo <= first.is_echo
+    ]
     if before:
         lines.append(f"  failed before it, which did not end the job: {_ranks(before)}")
     after = [worker for worker in failed if worker not in before]
