@@ -141,6 +141,13 @@ allhands.verify = lambda **given: _verify(**given | {"workers": [2], "steps": 2}
 
 #: What is tried behind a page's blocks, for what they only define.
 AFTERWARDS: dict[str, str] = {
+    "docs/callbacks.md": """
+SupervisedRunner(device="cpu").train(
+    model=model, criterion=criterion, optimizer=optimizer, loaders=loaders, num_epochs=2,
+    callbacks=[Announce(), allhands.AveragedWeights(None, start=3), allhands.StopAfter(hours=11.5)],
+    scheduler=(scheduler, "step"),
+)
+""",
     "docs/losses.md": """
 x = torch.randn(24, 4)
 for chosen, given, target in (
@@ -166,10 +173,6 @@ np.savez("own.npz", x=np.ones((4, 6)), y=np.zeros(4))
 assert len(load(".")["train"]) == 4
 """,
     "docs/start.md": """
-SupervisedRunner(device="cpu").train(
-    model=model, criterion=criterion, optimizer=optimizer, loaders=loaders, num_epochs=2,
-    callbacks=[Averaged()],
-)
 class Net(nn.Linear):
     def forward(self, x, edges, graph): return super().forward(x)
 class Batch:

@@ -25,7 +25,10 @@ _LAZY = {
     "Runner": "allhands.runner",
     "SupervisedRunner": "allhands.runner",
     "Callback": "allhands.runner",
+    "AveragedWeights": "allhands.runner",
     "EarlyStopping": "allhands.runner",
+    "Freeze": "allhands.runner",
+    "StopAfter": "allhands.runner",
     "KeepBest": "allhands.runner",
     "load_checkpoint": "allhands.runner",
     "Strategy": "allhands.strategies",
@@ -34,7 +37,9 @@ _LAZY = {
     "DDP": "allhands.strategies",
     "KVStore": "allhands.strategies",
     "LocalSGD": "allhands.strategies",
+    "Mixup": "allhands.data",
     "SplitByRank": "allhands.data",
+    "clip_grad_value": "allhands.step",
     "ModelLoss": "allhands.step",
     "MuonAdamW": "allhands.step",
     "OverBatch": "allhands.step",
@@ -72,14 +77,17 @@ __all__ = [
     "DP",
     "FSDP",
     "AllhandsError",
+    "AveragedWeights",
     "Callback",
     "EarlyStopping",
     "Federated",
+    "Freeze",
     "KVStore",
     "KeepBest",
     "LocalSGD",
     "Loop",
     "Mesh",
+    "Mixup",
     "ModelLoss",
     "MuonAdamW",
     "OverBatch",
@@ -88,6 +96,7 @@ __all__ = [
     "Runner",
     "Single",
     "SplitByRank",
+    "StopAfter",
     "Strategy",
     "SupervisedRunner",
     "Tensor",
@@ -96,6 +105,7 @@ __all__ = [
     "World",
     "WorldError",
     "__version__",
+    "clip_grad_value",
     "current_world",
     "finalize",
     "init",
@@ -106,21 +116,24 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from allhands.data import SplitByRank
+    from allhands.data import Mixup, SplitByRank
     from allhands.errors import AllhandsError, UserError, WorkerError, WorldError
     from allhands.federated.strategy import Federated
     from allhands.loop.loop import Loop
     from allhands.loop.spawned import spawn
     from allhands.runner import (
+        AveragedWeights,
         Callback,
         EarlyStopping,
+        Freeze,
         KeepBest,
         Runner,
+        StopAfter,
         SupervisedRunner,
         load_checkpoint,
         utils,
     )
-    from allhands.step import ModelLoss, MuonAdamW, OverBatch, PerTarget
+    from allhands.step import ModelLoss, MuonAdamW, OverBatch, PerTarget, clip_grad_value
     from allhands.strategies import (
         DDP,
         DP,

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from allhands import AveragedWeights
 from allhands.cli.main import run
 from tests.runner.problems import fit
 
@@ -36,6 +37,21 @@ def test_the_weights_load_without_allhands(
     weights = load_file(output)
     assert weights.keys() == model.state_dict().keys()
     assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+
+
+def test_an_average_of_the_weights_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logdir, output = tmp_path / "logs", tmp_path / "average"
+    model, _ = fit(logdir=logdir, num_epochs=2, callbacks=[AveragedWeights(0.5)])
+    assert run(["export", str(logdir), "-o", str(output), "--averaged"]) == 0
+    weights = load_file(output)
+    assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+    assert run(["export", str(logdir), "-o", str(output), "--force"]) == 0
+    assert not torch.equal(load_file(output)["0.weight"], weights["0.weight"])
+    fit(logdir=logdir, num_epochs=1)
+    assert run(["export", str(logdir), "-o", str(output), "--averaged", "--force"]) == 2
+    assert "callbacks=[allhands.AveragedWeights()]" in capsys.readouterr().err
 
 
 def test_a_file_is_not_overwritten_unasked(

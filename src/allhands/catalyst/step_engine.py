@@ -11,7 +11,7 @@ from allhands.errors import UserError
 
 _INSTEAD = {
     "clip_grad_norm_": "train(clip_norm=…)",
-    "clip_grad_value_": "train(clip_norm=…)",
+    "clip_grad_value_": "allhands.clip_grad_value(optimizer, …) before train()",
     "autocast": "train(precision='bf16'), which does it",
     **dict.fromkeys(
         ("prepare", "prepare_model", "prepare_optimizer", "prepare_data_loader", "init_process"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -31,6 +31,10 @@ def export(
             show_default=False,
         ),
     ],
+    averaged: Annotated[
+        bool,
+        typer.Option("--averaged", help="The average that AveragedWeights kept of the weights."),
+    ] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Replace the file if there is one.")
     ] = False,
@@ -56,9 +60,10 @@ def export(
     state = load(folder)
     import torch
 
+    weights = state["model"] | (_average(state) if averaged else {})
     tensors = {
         name: value.contiguous()
-        for name, value in state["model"].items()
+        for name, value in weights.items()
         if isinstance(value, torch.Tensor)
     }
     aside = output.with_name(f".{output.name}.{os.getpid()}.part")
@@ -83,3 +88,15 @@ def export(
         f"{output}: {len(tensors)} tensors with {numbers:,} numbers, from {folder.name} ({where})"
     )
     return 0
+
+
+def _average(state: dict[str, Any]) -> dict[str, Any]:
+    """The average in a checkpoint, by the parameters' names."""
+    for one in state.get("callbacks", []):
+        if isinstance(one, dict) and one.get("average"):
+            average: dict[str, Any] = one["average"]
+            return average
+    raise UserError(
+        "--averaged: the checkpoint has no average of the weights; train with "
+        "callbacks=[allhands.AveragedWeights()], or leave --averaged out"
+    )

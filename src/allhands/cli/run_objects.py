@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from allhands import models
+from allhands import runner as runners
 from allhands.cli.meshes import strategy_of
 from allhands.cli.named import Choice, among, choice, is_kind, raise_all
 from allhands.cli.own_objects import check_together, is_own
@@ -29,7 +30,7 @@ from allhands.config import RunFile
 from allhands.data import catalogue, derive_seed, seed_everything
 from allhands.errors import UserError, kind_of
 from allhands.federated.strategy import Federated
-from allhands.runner import Callback, EarlyStopping, KeepBest, Runner, SupervisedRunner
+from allhands.runner import Callback, Runner, SupervisedRunner
 from allhands.runner.metrics import BUILT_IN
 from allhands.step import MuonAdamW
 from allhands.strategies import STRATEGIES, Strategy
@@ -49,7 +50,10 @@ _CRITERIA = {
 _OF_CLASSES = ("cross_entropy", "crossentropyloss", "nll", "nllloss")
 _STRATEGIES: dict[str, Any] = STRATEGIES | {Federated.name: Federated}
 _RUNNERS = {"supervised": SupervisedRunner}
-_CALLBACKS = {"EarlyStopping": EarlyStopping, "KeepBest": KeepBest}
+_CALLBACKS = {
+    name: getattr(runners, name)
+    for name in ("AveragedWeights", "EarlyStopping", "Freeze", "KeepBest", "StopAfter")
+}
 _METRIC_PACKAGES = (
     "audio",
     "classification",
@@ -352,7 +356,9 @@ def callbacks_of(run_file: RunFile, main_metric: str, minimize: bool) -> list[Ca
         metric = stopping.metric or main_metric
         smaller = minimize if metric == main_metric else metric == "loss"
         found.append(
-            EarlyStopping(stopping.patience, metric, minimize=smaller, min_delta=stopping.min_delta)
+            runners.EarlyStopping(
+                stopping.patience, metric, minimize=smaller, min_delta=stopping.min_delta
+            )
         )
     return found
 

@@ -134,7 +134,8 @@ class Metric(Named):
 
 
 class Callback(Named):
-    """EarlyStopping, KeepBest, or a class: callbacks.py:Announce; other keys are its arguments."""
+    """AveragedWeights, EarlyStopping, Freeze, KeepBest, StopAfter, or a class:
+    callbacks.py:Announce; other keys are its arguments."""
 
 
 class Runner(Named):

@@ -6,6 +6,7 @@ from __future__ import annotations
 from allhands.data.build import Source, build_feeds, sources_from_datasets, sources_from_loaders
 from allhands.data.counted_rows import CountedRows
 from allhands.data.feed import Feed
+from allhands.data.mixup import Mixup
 from allhands.data.order import Dealer, global_order, share_of
 from allhands.data.random import derive_seed, preserved_generators, seed_everything
 from allhands.data.split import SplitByRank
@@ -15,6 +16,7 @@ __all__ = [
     "CountedRows",
     "Dealer",
     "Feed",
+    "Mixup",
     "Source",
     "SplitByRank",
     "build_feeds",

@@ -38,12 +38,13 @@ _UNSAVED = 3
 
 @dataclass(frozen=True)
 class Decision:
-    """What a round has settled: the signal to stop for, or 0, whether a checkpoint is due, and
-    whether the world is about to have other members."""
+    """What a round has settled: the signal to stop for, or 0, whether a checkpoint is due, whether
+    the world is about to have other members, and whether the training's time is over."""
 
     signal: int = 0
     save: bool = False
     changed: bool = False
+    over: bool = False
 
 
 class Agreement:
@@ -76,6 +77,7 @@ class Agreement:
         self._interval = 1
         self._saved_at = self._asked_at = time.monotonic()
         self._asked_step = 0
+        self._ends_at = math.inf
         self._before: dict[int, Any] = {}
         self._signals = signals
 
@@ -106,6 +108,11 @@ class Agreement:
         """A checkpoint was made just now."""
         self._saved_at = time.monotonic()
 
+    def stop_after(self, seconds: float, step: int) -> None:
+        """The training's time is over in so many seconds; all ranks call it after this step."""
+        self._ends_at = min(self._ends_at, time.monotonic() + seconds)
+        self.next = min(self.next, step + 1)
+
     def begin(self, step: int) -> None:
         """The training goes on after `step`, the same on every rank."""
         if self.next != math.inf:
@@ -119,11 +126,14 @@ class Agreement:
         seconds = (now - self._asked_at) / max(1, step - self._asked_step)
         # The first steps are slow, so their pace is trusted only little by little.
         wanted = max(1, min(2 * self._interval, int(EVERY / seconds) if seconds > 0 else 1, 10_000))
-        pending, save, interval, changed = self._exchange(self._told_to_all(), due, wanted)
+        over = now >= self._ends_at
+        pending, save, interval, changed, over = self._exchange(
+            self._told_to_all(), due, wanted, over
+        )
         self._asked_at, self._asked_step, self._interval = now, step, interval
         self.next = step + interval
         self._heeded = bool(pending)
-        return Decision(pending, save, changed)
+        return Decision(pending, save, changed, over)
 
     @property
     def leaves(self) -> int:
@@ -141,21 +151,23 @@ class Agreement:
             return 0
         return pending
 
-    def _exchange(self, pending: int, due: bool, interval: int) -> tuple[int, bool, int, bool]:
+    def _exchange(
+        self, pending: int, due: bool, interval: int, over: bool
+    ) -> tuple[int, bool, int, bool, bool]:
         """The largest pending signal of all ranks; rank 0's clock decides the rest."""
         first = self.world.rank == 0
         changed = first and self._elastic is not None and self._elastic.changed()
         if self.world.world_size == 1:
-            return pending, due, interval, changed
+            return pending, due, interval, changed, over
         calls.note("agreeing whether to go on")
         said = torch.tensor(
-            [pending, first and due, interval if first else 0, changed],
+            [pending, first and due, interval if first else 0, changed, first and over],
             dtype=torch.int64,
             device=self.world.device,
         )
         dist.all_reduce(said, dist.ReduceOp.MAX)
-        pending, save, interval, changed = said.tolist()
-        return pending, bool(save), interval, bool(changed)
+        pending, save, interval, changed, over = said.tolist()
+        return pending, bool(save), interval, bool(changed), bool(over)
 
 
 def requeue_if_asked(world: World, say: Callable[[str], None]) -> None:

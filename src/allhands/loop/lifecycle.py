@@ -203,6 +203,13 @@ class Lifecycle:
         self.stop_reason = reason
         self._stop_now = now
 
+    def stop_after(self, seconds: float) -> None:
+        """End the training once so many seconds have passed; to be called on every rank.
+
+        It ends after an iteration, the same on every rank, as `stop` with `now` does.
+        """
+        self.agreement.stop_after(seconds, self.global_step + self.evaluated)
+
     @property
     def ended(self) -> bool:
         """Whether no further epoch begins."""
@@ -241,13 +248,13 @@ class Lifecycle:
         Raises:
             TrainingStopped: the training ends here.
         """
+        if self.global_step + self.evaluated >= self.agreement.next:
+            self.agree()
         if self._stop_now:
             if self.settings.logdir is not None:
                 self.check_finite()
                 self.save()
             raise TrainingStopped(0)
-        if self.global_step + self.evaluated >= self.agreement.next:
-            self.agree()
 
     def agree(self) -> None:
         """Do what the ranks decide together: save, or save and leave.
@@ -271,6 +278,8 @@ class Lifecycle:
             raise TrainingStopped(decision.signal)
         if decision.save and within is not None:
             within[1]()
+        if decision.over:
+            self.stop("its time is over", now=True)
         if decision.changed and not evaluates and self.elastic is not None:
             self.elastic.take_in()
 

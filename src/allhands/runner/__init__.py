@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 from allhands.loop.checkpoint import load as load_checkpoint
+from allhands.runner.averaged_weights import AveragedWeights
 from allhands.runner.callbacks import Callback, EarlyStopping
+from allhands.runner.freeze import Freeze
 from allhands.runner.keep_best import KeepBest
 from allhands.runner.runner import Runner
+from allhands.runner.stop_after import StopAfter
 from allhands.runner.supervised import SupervisedRunner
 
-__all__ = ["Callback", "EarlyStopping", "KeepBest", "Runner", "SupervisedRunner", "load_checkpoint"]
+__all__ = [
+    "AveragedWeights",
+    "Callback",
+    "EarlyStopping",
+    "Freeze",
+    "KeepBest",
+    "Runner",
+    "StopAfter",
+    "SupervisedRunner",
+    "load_checkpoint",
+]

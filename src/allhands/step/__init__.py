@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from allhands.step.captured import STEPS, CapturedSteps, cannot_capture
+from allhands.step.clip_value import clip_grad_value
 from allhands.step.counted import ModelLoss, PerTarget, batch_loss
 from allhands.step.loss import LossRule, NonFiniteLossError
 from allhands.step.muon import MuonAdamW
@@ -25,4 +26,5 @@ __all__ = [
     "WholeBatch",
     "batch_loss",
     "cannot_capture",
+    "clip_grad_value",
 ]
