@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,7 @@ def test_the_same_training(tmp_path: Path) -> None:
         cwd=tmp_path,
         text=True,
         capture_output=True,
+        env={**os.environ, "ALLHANDS_CURVES": "1"},
     )
     assert done.returncode == 0, done.stderr
     # 200 samples, 16 in a step of one worker: the whole training has 13 steps.
@@ -50,7 +52,12 @@ def test_the_same_training(tmp_path: Path) -> None:
         ["ddp", "2"],
     ]
     assert done.stdout.splitlines()[-1] == "plot: logs/run/verify.png"
-    assert sorted(path.name for path in earlier.parent.iterdir()) == ["metrics.csv", "verify.png"]
+    written = {path.name: path for path in earlier.parent.iterdir()}
+    assert sorted(written) == ["metrics.csv", "report.html", "verify.png"]
+    page = written["report.html"].read_text()
+    assert "distributed, it is the same" in page
+    assert "13 optimizer steps distributed" in page
+    assert "differences of gradients and parameters by step" in page
     assert earlier.read_text() == "epoch\n"
 
 

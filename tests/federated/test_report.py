@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import re
 
 import pytest
@@ -55,14 +54,24 @@ def test_values_stand_where_they_were_measured():
 def test_a_report_is_one_file_with_all_pictures(tmp_path):
     last = {"client": [3, 4], "rank": [0, 1], "seconds": [0.25, 0.5]}
     report(
-        HISTORY, tmp_path / "a.html", last=last, sizes=[1, 2, 3], settings={"algorithm": "<fedavg>"}
+        HISTORY,
+        tmp_path / "a.html",
+        last=last,
+        sizes=[1, 2, 3],
+        settings={"algorithm": "<fedavg>"},
+        names=["a", "b", "c", "north", "south"],
     )
     text = (tmp_path / "a.html").read_text()
-    pictures = re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', text)
-    assert len(pictures) == 3 == text.count("src=")
+    assert re.findall(r'aria-label="([^"]+)"', text) == [
+        *(f"{kind} over {label}" for kind in ("loss", "accuracy") for label in _axes(HISTORY)),
+        "samples of a client: how many clients",
+        "seconds of a client, last round: how many clients",
+        "which rank trained which client, for how long",
+    ]
+    assert "src=" not in text
     assert "http" not in text
-    assert all(b"<svg" in base64.b64decode(picture) for picture in pictures)
     assert "&lt;fedavg&gt;" in text
+    assert ">north<" in text
     assert "<td>clients failed</td><td>1</td>" in text
     assert "0.5 (0.25 to 0.5)" in text
 
@@ -84,8 +93,10 @@ def test_the_last_round_tells_who_was_trained_where(tmp_path):
 
 @pytest.mark.parametrize("drawn", [True, False])
 def test_a_training_leaves_its_report_in_the_logdir(tmp_path, monkeypatch, drawn):
+    monkeypatch.setenv("ALLHANDS_CURVES", "1")
     if not drawn:
-        monkeypatch.setattr("allhands.federated.round_loop.has_matplotlib", lambda: False)
+        for name in ("allhands.federated.report", "allhands.loop.loggers"):
+            monkeypatch.setattr(f"{name}.has_matplotlib", lambda: False)
     net = sim.model()
     SupervisedRunner(device="cpu").train(
         model=net,
@@ -95,7 +106,9 @@ def test_a_training_leaves_its_report_in_the_logdir(tmp_path, monkeypatch, drawn
         datasets={"batch_size": 8, "train": TensorDataset(*sim.data())},
         distributed=Federated(clients=5, per_round=3, rounds=2, executor="serial"),
     )
-    path = tmp_path / "report.html"
-    assert path.exists() == drawn
-    if drawn:
-        assert "<td>algorithm</td><td>fedavg</td>" in path.read_text()
+    text = (tmp_path / "report.html").read_text()
+    assert "<td>algorithm</td><td>fedavg</td>" in text
+    assert ("<svg" in text) == drawn
+    assert ("pip install" in text) != drawn
+    for title in ("Where the time went", "Memory", "Membership", "Environment"):
+        assert f"<h2>{title}</h2>" in text

@@ -39,7 +39,7 @@ def hog() -> Any:
     world = allhands.init(device="cpu")
     block = torch.ones(2**27 if world.rank == 1 else 1)  # half a GiB
     del block
-    return peak.said(world)
+    return peak.in_words(peak.by_ranks(world), world)
 
 
 @pytest.mark.serial

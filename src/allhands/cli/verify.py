@@ -92,7 +92,10 @@ def verify(
         raise WorkerError(
             str(error), error.rank, error.exit_code if error.exit_code > 1 else 2
         ) from error
-    print(_draw(report, plot, run_file.config.logdir))
+    drawn = _draw(report, plot, run_file.config.logdir)
+    if run_file.config.logdir is not None:
+        _write_page(report, Path(run_file.config.logdir).expanduser())
+    print(drawn)
     return 0 if report.ok else 1
 
 
@@ -124,6 +127,24 @@ def _verify_script(
     if plot is not None:
         print(f"plot: {plot}")
     return 0 if report.ok else 1
+
+
+def _write_page(report: Report | RoundsReport, logdir: Path) -> None:
+    """Put the outcome into the page of the logdir."""
+    from allhands.loop.loggers import wanted
+    from allhands.report.environment import environment
+    from allhands.report.page import NAME, pairs, put_section, section, write_page
+
+    if not wanted():
+        return
+    path = logdir / NAME
+    part = section("Is distributing the same training?", report.section(), "verify")
+    if not put_section(path, part, "verify"):
+        logdir.mkdir(parents=True, exist_ok=True)
+        verdict = "the same" if report.ok else "DIFFERS"
+        more = section("Environment", pairs(environment()))
+        write_page(path, f"Verified: {logdir.name}", f"distributed, it is {verdict}", [part, more])
+    print(f"page: {path}")
 
 
 def _words(text: str, option: str) -> list[str]:

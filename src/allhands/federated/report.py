@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import base64
-import html
-import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from allhands.errors import UserError
-from allhands.report import new_figure
-
-_STYLE = (
-    "body{font:15px sans-serif;max-width:1000px;margin:2em "
-    "auto}img{max-width:100%}td{padding:2px 12px 2px 0}"
-)
+from allhands.report import has_matplotlib
+from allhands.report.curves import draw_metric
+from allhands.report.figures import TEXT, plain
+from allhands.report.page import pairs, picture, pictures, section, wide, write_page
 
 
 def report(
@@ -27,6 +23,8 @@ def report(
     last: Mapping[str, Sequence[float]] | None = None,
     sizes: Sequence[int] | None = None,
     settings: Mapping[str, Any] | None = None,
+    names: Sequence[str] | None = None,
+    more: Sequence[str] = (),
 ) -> None:
     """Write what a federated training came to into one HTML file that needs no other file and no
     network.
@@ -39,26 +37,30 @@ def report(
             `Rounds.last`.
         sizes: samples of every client, shape ``[clients]``.
         settings: what is put into the table of settings.
+        names: of every client; None: their numbers.
+        more: further sections, of `allhands.report.page.section`.
 
     Raises:
-        UserError: matplotlib is not installed, or the history has no round.
+        UserError: the history has no round.
     """
     if not history.get("round"):
         raise UserError("a report of no round: train at least one before report(history, path)")
-    parts = [_curves(history)]
-    if sizes is not None or last is not None:
-        parts.append(_clients(sizes, last))
-    if last is not None:
-        parts.append(_schedule(last, history["round"][-1]))
-    parts.append("<h2>In sum</h2>" + _table(_summary(history)))
+    parts = []
+    if has_matplotlib():
+        parts.append(section("Curves", _curves(history)))
+        if sizes is not None or last is not None:
+            parts.append(section("Clients", _clients(sizes, last)))
+        if last is not None:
+            title = f"Devices in round {history['round'][-1] + 1}"
+            parts.append(section(title, _schedule(last, names)))
+    else:
+        parts.append("<p>Curves need matplotlib: pip install 'allhands[report]'.</p>")
+    parts.append(section("In sum", pairs(_summary(history))))
     if settings:
-        parts.append("<h2>Settings</h2>" + _table(settings))
-    text = (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><title>Federated '
-        f"training</title><style>{_STYLE}</style>"
-        f"<h1>Federated training, {len(history['round'])} rounds</h1>{''.join(parts)}</html>\n"
-    )
-    Path(path).write_text(text, encoding="utf-8")
+        parts.append(section("Settings", pairs(settings)))
+    rounds = len(history["round"])
+    about = f"{rounds} round{'s' if rounds > 1 else ''}"
+    write_page(path, "Federated training", about, [*parts, *more])
 
 
 def series(history: Mapping[str, Any]) -> dict[str, tuple[list[int], list[float]]]:
@@ -96,24 +98,18 @@ def _curves(history: Mapping[str, Any]) -> str:
         *dict.fromkeys(name.split(" ", 1)[1] for name in values if not name.endswith(" loss")),
     )
 
-    def draw(figure: Any) -> None:
-        plots = figure.subplots(len(kinds), len(axes), squeeze=False)
-        for row, kind in zip(plots, kinds, strict=True):
-            for plot, (label, at) in zip(row, axes.items(), strict=True):
-                for name, (places, column) in values.items():
-                    if name.split(" ", 1)[1] == kind:
-                        plot.plot(
-                            [at[place] for place in places],
-                            column,
-                            marker="." if len(column) < 40 else "",
-                            label=name,
-                        )
-                plot.set(xlabel=label, ylabel=kind)
-                plot.legend(fontsize=8)
+    drawn = []
+    for kind in kinds:
+        of_kind = {name: one for name, one in values.items() if name.split(" ", 1)[1] == kind}
+        for label, at in axes.items():
 
-    return "<h2>Curves</h2>" + _draw(
-        draw, (4.5 * len(axes), 3 * len(kinds)), "values over rounds, bytes and virtual time"
-    )
+            def draw(figure: Any, kind: str, label: str, at: list[float], of_kind: Any) -> None:
+                curves = {name.split(" ", 1)[0]: one for name, one in of_kind.items()}
+                draw_metric(figure.subplots(), kind, (label, at), curves, whole=label == "round")
+
+            one = partial(draw, kind=kind, label=label, at=at, of_kind=of_kind)
+            drawn.append(picture(one, (4.6, 3.2), f"{kind} over {label}"))
+    return pictures(drawn)
 
 
 def _clients(sizes: Sequence[int] | None, last: Mapping[str, Sequence[float]] | None) -> str:
@@ -121,19 +117,22 @@ def _clients(sizes: Sequence[int] | None, last: Mapping[str, Sequence[float]] | 
     if last is not None:
         shown.append(("seconds of a client, last round", last["seconds"]))  # type: ignore[arg-type]
 
-    def draw(figure: Any) -> None:
-        for plot, (label, values) in zip(
-            figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True
-        ):
-            plot.hist(list(values), bins=min(40, max(5, len(values) // 2)))
-            plot.set(xlabel=label, ylabel="clients")
+    drawn = []
+    for label, values in shown:
 
-    return "<h2>Clients</h2>" + _draw(
-        draw, (5.0 * len(shown), 3), "how samples and times are spread over clients"
-    )
+        def draw(figure: Any, label: str, values: Sequence[float]) -> None:
+            plot = figure.subplots()
+            plot.hist(list(values), bins=min(40, max(5, len(values) // 2)), color="#2e6f95")
+            plot.set_xlabel(label)
+            plot.set_title("clients", loc="left", fontweight="bold", color=TEXT)
+            plain(plot, whole=False)
+
+        one = partial(draw, label=label, values=values)
+        drawn.append(picture(one, (4.6, 2.8), f"{label}: how many clients"))
+    return pictures(drawn)
 
 
-def _schedule(last: Mapping[str, Sequence[float]], round_: int) -> str:
+def _schedule(last: Mapping[str, Sequence[float]], names: Sequence[str] | None) -> str:
     ranks = sorted({int(rank) for rank in last["rank"]})
 
     def draw(figure: Any) -> None:
@@ -146,7 +145,7 @@ def _schedule(last: Mapping[str, Sequence[float]], round_: int) -> str:
                 int(rank),
                 seconds,
                 left=ends[int(rank)],
-                edgecolor="white",
+                edgecolor="#d8dade",
                 linewidth=0.5,
                 color=f"C{int(rank) % 10}",
             )
@@ -154,7 +153,7 @@ def _schedule(last: Mapping[str, Sequence[float]], round_: int) -> str:
                 plot.text(
                     ends[int(rank)] + seconds / 2,
                     int(rank),
-                    str(int(client)),
+                    str(int(client)) if names is None else names[int(client)],
                     ha="center",
                     va="center",
                     fontsize=7,
@@ -164,11 +163,10 @@ def _schedule(last: Mapping[str, Sequence[float]], round_: int) -> str:
             xlabel="seconds of training, client by client in the order of the cohort", ylabel="rank"
         )
         plot.set_yticks(ranks)
+        plain(plot, whole=False)
 
-    picture = _draw(
-        draw, (10, 1.2 + 0.4 * len(ranks)), "which rank trained which client, for how long"
-    )
-    return f"<h2>Devices in round {round_ + 1}</h2>" + picture
+    size = (9, 1.2 + 0.4 * len(ranks))
+    return wide(picture(draw, size, "which rank trained which client, for how long"))
 
 
 def _summary(history: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,22 +185,3 @@ def _summary(history: Mapping[str, Any]) -> dict[str, Any]:
             f"{column[-1]:.4g} ({min(known):.4g} to {max(known):.4g})" if known else "nan"
         )
     return found
-
-
-def _table(rows: Mapping[str, Any]) -> str:
-    cells = (
-        f"<tr><td>{html.escape(str(key))}</td><td>{html.escape(str(value))}</td></tr>"
-        for key, value in rows.items()
-    )
-    return f"<table>{''.join(cells)}</table>"
-
-
-def _draw(draw: Callable[[Any], None], size: tuple[float, float], what: str) -> str:
-    figure, room = new_figure(*size, what="a report"), io.BytesIO()
-    draw(figure)
-    figure.savefig(room, format="svg", metadata={"Date": None})
-    # As an image of its own, whose names do not mix with those of the other pictures.
-    return (
-        f'<img alt="{what}" '
-        f'src="data:image/svg+xml;base64,{base64.b64encode(room.getvalue()).decode()}">'
-    )

@@ -16,10 +16,13 @@ from allhands.federated.rounds import History, Rounds
 from allhands.loop import checkpoint
 from allhands.loop.announce import report_epoch
 from allhands.loop.lifecycle import Lifecycle
-from allhands.loop.loggers import Loggers
+from allhands.loop.loggers import Loggers, wanted
+from allhands.loop.peak import in_words, taken
 from allhands.loop.reporter import Pace, Reporter
+from allhands.loop.run_report import about_the_run, run_file_of
 from allhands.loop.schedule import Schedule, learning_rates
-from allhands.report import has_matplotlib
+from allhands.loop.times import CHECKPOINTS
+from allhands.report.page import NAME
 from allhands.runner.callbacks import run_hooks
 from allhands.runner.handed_back import gather
 from allhands.runner.train_settings import TrainSettings
@@ -137,9 +140,9 @@ class RoundLoop(Lifecycle):
         self._set_options()
 
     def _write_report(self) -> None:
-        """``report.html`` into the logdir, where matplotlib can draw it."""
+        """``report.html`` into the logdir."""
         logdir, rounds, local = self.settings.logdir, self.rounds, self.rounds.work.local
-        if self.world.rank or logdir is None or not self.history["round"] or not has_matplotlib():
+        if self.world.rank or logdir is None or not self.history["round"] or not wanted():
             return
         settings = {
             "algorithm": rounds.algorithm.name,
@@ -157,13 +160,16 @@ class RoundLoop(Lifecycle):
             "device": self.world.device.type,
             "seed": rounds.work.seed,
         }
-        path = Path(logdir) / "report.html"
+        path = Path(logdir) / NAME
+        memory = in_words([taken(self.world)], self.world)
         report(
             self.history,
             path,
             last=rounds.last or None,
             sizes=rounds.clients.sizes.tolist(),
-            settings=settings,
+            settings={key: value for key, value in settings.items() if value is not None},
+            names=rounds.clients.names,
+            more=[*run_file_of(logdir), *about_the_run(self, self.times.parts("rounds"), memory)],
         )
         self.reporter.line(f"report in {path}")
 
@@ -219,7 +225,8 @@ class RoundLoop(Lifecycle):
             self.signal = decision.signal
             due = due or decision.save or bool(decision.signal)
         if due:
-            self.checkpoints.save(None, improved, values)
+            with self.times.of(CHECKPOINTS):
+                self.checkpoints.save(None, improved, values)
             self.agreement.saved()
 
     # ------------------------------------------------------------------ what is best

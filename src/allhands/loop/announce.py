@@ -20,7 +20,7 @@ def announce(loop: GroupedLoop, schedule_note: str) -> None:
     if world.world_size > 1:
         where += f", {world.backend}"
     strategy, layout = loop.strategy.in_words(), loop.placement.layout
-    data = _data(loop, bool(layout)) if loop.trained else "batches of your own"
+    data = data_in_words(loop) if loop.trained else "batches of your own"
     loop.reporter.line(
         f"allhands: {strategy}{f' ({layout})' if layout else ''}, {where}; {data}; "
         f"seed {settings.seed}"
@@ -41,9 +41,10 @@ def announce(loop: GroupedLoop, schedule_note: str) -> None:
         )
 
 
-def _data(loop: GroupedLoop, in_shares: bool) -> str:
+def data_in_words(loop: GroupedLoop) -> str:
     """How much is trained on, in which steps."""
     feed, settings = loop.trained[0], loop.settings
+    in_shares = bool(loop.placement.layout)
     samples = (
         f"{feed.num_samples:,} samples" if feed.num_samples is not None else "a stream of samples"
     )

@@ -35,6 +35,7 @@ from allhands.loop.reporter import Reporter
 from allhands.loop.schedule import learning_rates, length_of_training
 from allhands.loop.settings import LoopSettings
 from allhands.loop.task import Objective, Task
+from allhands.loop.times import CHECKPOINTS, EVALUATION
 from allhands.world import World
 
 
@@ -79,6 +80,8 @@ class BaseLoop(BoundLoop):
         #: Criteria that are modules of their own, to be compiled where the model is.
         self.losses: list[Any] = []
         self._resumed, self._started = False, 0.0
+        #: Bytes by rank, once the training has ended.
+        self.peak_memory: list[int] = []
         self._saved = -1  # the step at which an evaluation between two steps was saved
         super().__init__(settings, world, reporter, checkpoints)
         self.profile = None
@@ -131,7 +134,8 @@ class BaseLoop(BoundLoop):
         for group in self.groups.values():
             group.exchange.finish()
         if not self.signal:
-            self.reporter.line(self.unit(lambda: peak.said(self.world)))
+            self.peak_memory = self.unit(lambda: peak.by_ranks(self.world))
+            self.reporter.line(peak.in_words(self.peak_memory, self.world))
 
     def _make_equal_in_the_end(self) -> None:
         for group in self.groups.values():
@@ -209,7 +213,8 @@ class BaseLoop(BoundLoop):
             self.signal = self.ask().signal
 
     def _save_between_epochs(self, best: bool, values: Values) -> None:
-        self.checkpoints.save(None, best, values)
+        with self.times.of(CHECKPOINTS):
+            self.checkpoints.save(None, best, values)
 
     # ------------------------------------------------------------------ the steps of an epoch
 
@@ -388,7 +393,8 @@ class BaseLoop(BoundLoop):
             derive_seed(self.settings.seed, "evaluate", feed.name, self.epoch, self.stream)
         )
         self.position.seconds = self.seconds
-        return self.between(itertools.islice(feed.epoch(self.epoch), self.settings.limit))
+        steps = itertools.islice(feed.epoch(self.epoch), self.settings.limit)
+        return self.times.over(EVALUATION, self.between(steps))
 
     def batches_left(self, feed: Feed, position: Position) -> Iterator[Any]:
         """The steps of the epoch that are left."""
@@ -412,6 +418,8 @@ class BaseLoop(BoundLoop):
         left = min((bound for bound in bounds if bound is not None), default=None)
         if left is not None:
             steps = itertools.islice(steps, left)
+        if self.settings.logdir is not None:
+            steps = self.times.reading(steps)
         return steps if self.profile is None else self.profile.reading(steps)
 
     def steps_of_epoch(self, feed: Feed) -> int | None:

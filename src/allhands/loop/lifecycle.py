@@ -20,6 +20,7 @@ from allhands.loop.history import Values
 from allhands.loop.position import Position
 from allhands.loop.reporter import Reporter
 from allhands.loop.settings import LoopSettings
+from allhands.loop.times import CHECKPOINTS, Times
 from allhands.world import World
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class Lifecycle:
     ) -> None:
         self.settings, self.world, self.reporter = settings, world, reporter
         self.epoch = self.global_step = 0
+        self.times = Times()
         self.position: Position | None = None
         self.stop_reason: str | None = None
         self.signal = 0
@@ -112,6 +114,7 @@ class Lifecycle:
             self.announce(note)
             self.agreement.begin(self.global_step)
             self._stack = stack.pop_all()
+        self.times.begun()
         return self
 
     def __exit__(
@@ -227,7 +230,8 @@ class Lifecycle:
 
     def _save(self, values: Values | None, best: bool) -> None:
         calls.note(("saving a checkpoint after optimizer step", self.global_step))
-        self.checkpoints.save(self.position, best, values)
+        with self.times.of(CHECKPOINTS):
+            self.checkpoints.save(self.position, best, values)
 
     def unit(self, do: Callable[[], Any]) -> Any:
         """Do what all ranks do together."""

@@ -24,7 +24,7 @@ class Loggers:
     ``curves.png`` where matplotlib is installed, with ``membership.png`` where members of the world
     have changed; on ranks other than 0, or without logdir, nothing.
 
-    The variable ``ALLHANDS_CURVES=0`` leaves the pictures out.
+    The variable ``ALLHANDS_CURVES=0`` leaves the pictures, and ``report.html``, out.
 
     Args:
         logdir: folder, or None.
@@ -45,6 +45,8 @@ class Loggers:
         self._parts: dict[str, tuple[str, str]] = {}  # of a column: its loader and metric
         self._writer: Any = None
         self._csv: Path | None = None
+        #: Of ``metrics.csv``.
+        self.rows: list[dict[str, str]] = []
         if logdir is None:
             return
         from torch.utils.tensorboard import SummaryWriter
@@ -54,7 +56,7 @@ class Loggers:
             purge_step=None if resumed_step is None else resumed_step + 1,
         )
         self._csv = logdir / "metrics.csv"
-        self._rows = self._read_rows(resumed_rows)
+        self.rows = self._read_rows(resumed_rows)
 
     def _read_rows(self, limit: int) -> list[dict[str, str]]:
         assert self._csv is not None
@@ -98,12 +100,12 @@ class Loggers:
             for name, value in metrics.items():
                 row[f"{loader}_{name}"] = value
                 self._parts[f"{loader}_{name}"] = loader, name
-        self._rows.append({key: str(value) for key, value in row.items()})
+        self.rows.append({key: str(value) for key, value in row.items()})
         text = io.StringIO()
-        columns = list(dict.fromkeys(key for line in self._rows for key in line))
+        columns = list(dict.fromkeys(key for line in self.rows for key in line))
         writer = csv.DictWriter(text, columns, restval="")
         writer.writeheader()
-        writer.writerows(self._rows)
+        writer.writerows(self.rows)
         aside = self._csv.with_name(f".metrics.{os.getpid()}.part")
         aside.write_text(text.getvalue())
         aside.replace(self._csv)
@@ -112,23 +114,29 @@ class Loggers:
         """Flush and close the files. Without an error on its way, draw the curves."""
         if self._writer is not None:
             self._writer.close()
-            if sys.exc_info()[0] in (None, SystemExit) and os.environ.get(VARIABLE) != "0":
-                self._draw()
-                if self._csv is not None and began_with() is not None and has_matplotlib():
+            if sys.exc_info()[0] in (None, SystemExit) and wanted() and has_matplotlib():
+                label, at, curves = self.measured()
+                if curves and self._csv is not None:
+                    draw_curves(self._csv.with_name("curves.png"), {label: at}, curves)
+                if self._csv is not None and began_with() is not None:
                     membership_log.draw(self._csv.with_name(membership_log.CSV))
 
-    def _draw(self) -> None:
+    def measured(self) -> tuple[str, list[float], dict[str, dict[str, Curve]]]:
+        """What curves are drawn over, its name first, and the curves by metric and loader."""
         curves: dict[str, dict[str, Curve]] = {}
         for column, (loader, name) in self._parts.items():
-            measured = [number for number, row in enumerate(self._rows) if row.get(column)]
-            values = [float(self._rows[number][column]) for number in measured]
+            measured = [number for number, row in enumerate(self.rows) if row.get(column)]
+            values = [float(self.rows[number][column]) for number in measured]
             curves.setdefault(name, {})[loader] = measured, values
-        if not curves or self._csv is None or not has_matplotlib():
-            return
-        at, label = [float(row["epoch"]) for row in self._rows], self._unit
+        at, label = [float(row["epoch"]) for row in self.rows], self._unit
         if len(set(at)) < len(at):  # several evaluations in one epoch
-            at, label = [float(row["step"]) for row in self._rows], "step"
-        draw_curves(self._csv.with_name("curves.png"), {label: at}, curves)
+            at, label = [float(row["step"]) for row in self.rows], "step"
+        return label, at, curves
+
+
+def wanted() -> bool:
+    """Whether pictures and pages are to be made."""
+    return os.environ.get(VARIABLE) != "0"
 
 
 def prepare_logdir(logdir: Any) -> Path | None:
@@ -156,7 +164,8 @@ def prepare_logdir(logdir: Any) -> Path | None:
 def set_earlier_run_aside(logdir: Path) -> Path | None:
     """Move the files of an earlier run in this logdir into a folder ``earlier-N`` inside it, so
     that none is overwritten."""
-    ours = ("checkpoints", "tensorboard", "metrics.csv", "run.yml", "curves.png", "report.html")
+    kept = ("checkpoints", "tensorboard", "metrics.csv", "run.yml", membership_log.CSV)
+    ours = (*kept, "curves.png", "membership.png", "report.html")
     found = [logdir / name for name in ours if (logdir / name).exists()]
     if not found:
         return None

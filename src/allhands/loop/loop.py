@@ -25,6 +25,7 @@ from allhands.loop.model_groups import OwnModels, named
 from allhands.loop.own_steps import OwnSteps
 from allhands.loop.passes import DataPasses
 from allhands.loop.reporter import ConsoleReporter, ForwardingReporter, reporter_of
+from allhands.loop.run_report import write_run_report
 from allhands.loop.settings import Data, LoopSettings
 from allhands.loop.workers import strategy_for
 from allhands.strategies import Strategy
@@ -283,6 +284,7 @@ class Loop(OwnSteps):
             if self.stop_reason is not None:
                 self.reporter.line(f"stopped {self.where}: {self.stop_reason}")
             self.finish()
+            write_run_report(self, self._loggers)
             self.give_back(keep=True)
 
     def _open_loggers(self) -> None:

@@ -66,11 +66,16 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 def draw(path: Path) -> None:
     """Draw a ``membership.csv``, if there is one, until now; as ``membership.png`` beside it."""
-    changes = [
+    changes = changes_in(path)
+    if changes:
+        draw_membership(path.with_suffix(".png"), changes, time.time())
+
+
+def changes_in(path: Path) -> list[Change]:
+    """What a ``membership.csv`` tells; nothing where there is no such file."""
+    return [
         Change(
             float(row["time"]), int(row["workers"]), int(row["joined"]), row["membership"] == "0"
         )
         for row in read_rows(path)
     ]
-    if changes:
-        draw_membership(path.with_suffix(".png"), changes, time.time())

@@ -27,11 +27,15 @@ def taken(world: World) -> int:
     )
 
 
-def said(world: World) -> str:
-    """The line that says it, of the rank that took most; all ranks call it together."""
+def by_ranks(world: World) -> list[int]:
+    """What `taken` gives on each rank; all ranks call it together."""
     calls.note("comparing peak memory")
     mine = torch.tensor([taken(world)], dtype=torch.int64, device=world.device)
-    by_rank = [int(part) for part in all_gather_rows(mine, world)]
+    return [int(part) for part in all_gather_rows(mine, world)]
+
+
+def in_words(by_rank: list[int], world: World) -> str:
+    """The line that says it, of the rank that took most."""
     most = max(by_rank)
     size = f"{most / 2**30:.2f} GiB" if most >= 2**30 else f"{most / 2**20:.0f} MiB"
     where = "of tensors on the GPU" if world.device.type == "cuda" else "of the process"

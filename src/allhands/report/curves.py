@@ -41,24 +41,44 @@ def draw_curves(
     figure = new_figure(max(4.5 * columns, 5), 3.4 * rows + 0.2)
     all_axes = figure.subplots(rows, columns, squeeze=False).flat
     for name, axes in zip(names, all_axes, strict=False):
-        for loader, (rows_of, values) in curves[name].items():
-            axes.plot(
-                [places[row] for row in rows_of],
-                values,
-                color=_colour(loader, list(curves[name])),
-                linewidth=2,
-                marker="o" if len(values) <= _DOTS else "",
-                markersize=3,
-                label=loader,
-            )
-        axes.set_title(name, loc="left", fontweight="bold", color=TEXT)
-        axes.set_xlabel(label)
-        plain(axes)
-        _bounds(axes, [value for _, values in curves[name].values() for value in values])
-        axes.legend(frameon=False, fontsize=9, labelcolor=TEXT)
+        draw_metric(axes, name, (label, places), curves[name])
     for axes in list(all_axes)[len(names) :]:
         axes.set_axis_off()
     save_figure(figure, path)
+
+
+def draw_metric(
+    axes: Any,
+    name: str,
+    over: tuple[str, Sequence[float]],
+    loaders: Mapping[str, Curve],
+    whole: bool = True,
+) -> None:
+    """Draw one metric, a curve a loader.
+
+    Args:
+        axes: matplotlib's.
+        name: of the metric.
+        over: the name and the column that curves are drawn over.
+        loaders: the curves.
+        whole: the column holds whole numbers.
+    """
+    label, places = over
+    for loader, (rows_of, values) in loaders.items():
+        axes.plot(
+            [places[row] for row in rows_of],
+            values,
+            color=_colour(loader, list(loaders)),
+            linewidth=2,
+            marker="o" if len(values) <= _DOTS else "",
+            markersize=3,
+            label=loader,
+        )
+    axes.set_title(name, loc="left", fontweight="bold", color=TEXT)
+    axes.set_xlabel(label)
+    plain(axes, whole)
+    _bounds(axes, [value for _, values in loaders.values() for value in values])
+    axes.legend(frameon=False, fontsize=9, labelcolor=TEXT)
 
 
 def _colour(loader: str, loaders: list[str]) -> str:

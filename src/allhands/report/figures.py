@@ -58,10 +58,10 @@ def save_figure(figure: Any, path: str | Path) -> None:
         ) from None
 
 
-def plain(axes: Any) -> None:
-    """Leave of an axis what is read: the ground line, faint lines behind the curves, and whole
-    numbers below."""
-    axes.xaxis.get_major_locator().set_params(integer=True)
+def plain(axes: Any, whole: bool = True) -> None:
+    """Leave of an axis what is read: the ground line, and faint lines behind the curves; `whole`:
+    whole numbers below."""
+    axes.xaxis.get_major_locator().set_params(integer=whole)
     axes.grid(axis="y", color=FAINT, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)

@@ -43,13 +43,19 @@ def draw_membership(path: str | Path, changes: Sequence[Change], until: float) -
     Raises:
         UserError: matplotlib is not installed, or the file cannot be written.
     """
+    figure = new_figure(8, 3.2)
+    draw_members(figure, changes, until)
+    save_figure(figure, path)
+
+
+def draw_members(figure: Any, changes: Sequence[Change], until: float) -> None:
+    """Draw what `draw_membership` writes into a figure of matplotlib's."""
     start, span = changes[0].at, until - changes[0].at
     unit, (seconds, _) = next(one for one in _UNITS.items() if span >= one[1][1])
 
     def place(at: float) -> float:
         return (at - start) / seconds
 
-    figure = new_figure(8, 3.2)
     axes = figure.subplots()
     begins = [number for number, change in enumerate(changes) if change.begins or not number]
     for first, after in zip(begins, [*begins[1:], len(changes)], strict=True):
@@ -67,7 +73,6 @@ def draw_membership(path: str | Path, changes: Sequence[Change], until: float) -
     plain(axes)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, fontsize=9, labelcolor=TEXT, loc="lower right")
-    save_figure(figure, path)
 
 
 def _mark(axes: Any, part: Sequence[Change], place: Any) -> None:

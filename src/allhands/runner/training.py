@@ -26,6 +26,7 @@ from allhands.loop.loggers import Loggers
 from allhands.loop.loss_mean import LossMean
 from allhands.loop.position import Position
 from allhands.loop.reporter import Pace, Reporter
+from allhands.loop.run_report import write_run_report
 from allhands.loop.schedule import learning_rates
 from allhands.runner.callbacks import overridden, run_hooks
 from allhands.runner.evaluation import choose_valid_loader
@@ -209,6 +210,7 @@ class Training(ABC):
                 self._loggers.close()
             self._say_where()
             loop.finish()
+            write_run_report(loop, self._loggers)
             if settings.load_best_on_end and not loop.signal:
                 self._load_best()
         return self.history

@@ -13,6 +13,7 @@ import torch
 
 from allhands.errors import UserError
 from allhands.federated.strategy import Federated
+from allhands.report.page import as_written
 from allhands.runner import SupervisedRunner
 
 # relative to the largest change of a weight: where devices differ, kernels round differently
@@ -21,10 +22,19 @@ _TOLERANCE = 1e-5
 
 @dataclass
 class RoundsReport:
-    """What `verify_rounds` has found; printed already. `ok` says whether all numbers of workers
-    trained the same."""
+    """What `verify_rounds` has found.
+
+    Attributes:
+        ok: whether all numbers of workers trained the same.
+        text: the table, which is printed already.
+    """
 
     ok: bool
+    text: str = ""
+
+    def section(self) -> str:
+        """A part of a page: the table."""
+        return as_written(self.text)
 
     def save_plot(self, path: Path) -> None:
         """Refused: rounds have no steps to draw."""
@@ -92,7 +102,7 @@ def verify_rounds(
         else "not the same training: does something depend on the worker that runs it?"
     )
     print("\n".join(lines))
-    return RoundsReport(ok)
+    return RoundsReport(ok, "\n".join(lines))
 
 
 def _trained(

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from allhands.report import new_figure, save_figure
+from allhands.report import has_matplotlib, new_figure, save_figure
+from allhands.report.page import as_written, picture, wide
 
 SAME, DIFFERS, LOSSY = "same", "DIFFERS", "lossy as declared"
 
@@ -127,6 +128,11 @@ class Report:
             UserError: matplotlib is not installed, or the file cannot be written.
         """
         figure = new_figure(9, 4)
+        self.draw(figure)
+        save_figure(figure, path)
+
+    def draw(self, figure: Any) -> None:
+        """Draw what `save_plot` writes into a figure of matplotlib's."""
         axes: Any = figure.subplots(1, 2, sharey=True)
         for one, kind in zip(axes, ("gradients", "parameters"), strict=True):
             for number, row in enumerate(self.rows):
@@ -160,8 +166,16 @@ class Report:
             loc="outside lower center",
             ncols=2,
             fontsize="small",
+            frameon=False,
         )
-        save_figure(figure, path)
+
+    def section(self) -> str:
+        """A part of a page: the table, and the plot where matplotlib is installed."""
+        table = as_written(self.table())
+        if not has_matplotlib():
+            return table
+        what = "differences of gradients and parameters by step"
+        return table + wide(picture(self.draw, (9, 4), what))
 
 
 def _number(value: float) -> str:
