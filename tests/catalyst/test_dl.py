@@ -231,7 +231,10 @@ def test_callbacks_that_are_arguments() -> None:
             lambda: dl.SupervisedRunner(output_key=["a", "b"], device="cpu").train(**objects()),
             "output_key=\\['a', 'b'\\].*the model's output is Tensor",
         ),
-        (lambda: dl.AUCCallback("logits", "targets"), "write num_classes=10"),
+        (
+            lambda: train(callbacks=[dl.AUCCallback("logits", "targets", num_classes=7)]),
+            r"must be \[samples, 7\]",
+        ),
         (lambda: train(callbacks=[dl.CheckpointCallback(topk=3)]), "pass logdir=… to train"),
         (lambda: dl.OptimizerCallback(grad_clip_fn=max), "grad_clip_fn=torch.nn.utils"),
         (lambda: dl.SchedulerCallback(mode="step"), "it is 'batch', 'epoch' or None"),

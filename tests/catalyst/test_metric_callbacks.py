@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics.functional import r2_score, retrieval
+from torchmetrics.functional import classification, r2_score, retrieval
 from torchmetrics.regression import MeanAbsoluteError
 
 from allhands import UserError
@@ -112,6 +112,62 @@ def test_ranking_and_regions(given: Any, preloaded: None) -> None:
         assert found[name] == found[f"{name}01"]
     for name, value in expected_of_regions().items():
         assert found[name] == pytest.approx(value, abs=1e-6), name
+
+
+@pytest.mark.parametrize("given", [{}, pytest.param({"ddp": True}, marks=pytest.mark.serial)])
+def test_the_number_of_classes_is_that_of_the_outputs(given: Any, preloaded: None) -> None:
+    """Also where a worker has no sample of a loader, and for labels."""
+    workers = {"workers": 2} if given else {}
+    found = measured(
+        [
+            dl.AUCCallback("logits", "targets"),
+            dl.MultilabelPrecisionRecallF1SupportCallback("logits", "targets", prefix="label_"),
+        ],
+        scores(),
+        labels(),
+        **given,
+        **workers,
+    )
+    expected = {}
+    for average in ("macro", "weighted"):
+        expected[f"auc/_{average}"] = classification.multilabel_auroc(
+            scores(), labels().long(), ITEMS, average=average
+        )
+        expected[f"label_f1/_{average}"] = classification.multilabel_f1_score(
+            scores(), labels().long(), ITEMS, average=average
+        )
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(float(value), abs=1e-6), name
+
+
+def test_classes_that_are_not_given_give_what_given_ones_give() -> None:
+    target = scores().argmax(1).roll(1)
+    callbacks = [
+        kind("logits", "targets", num_classes=number, prefix=prefix)
+        for kind in (dl.AUCCallback, dl.PrecisionRecallF1SupportCallback)
+        for number, prefix in ((ITEMS, "given_"), (None, "seen_"))
+    ]
+    loader = DataLoader(TensorDataset(scores(), target), 4)
+    model = Same()
+    history = dl.SupervisedRunner(device="cpu").train(
+        model=model,
+        criterion=nn.CrossEntropyLoss(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        loaders={"train": loader, "valid": loader},
+        callbacks=callbacks,
+    )
+    found = {name: values[0] for name, values in history["valid"].items()}
+    expected = {
+        "auc/_macro": classification.multiclass_auroc(scores(), target, ITEMS),
+        "precision/_weighted": classification.multiclass_precision(
+            scores(), target, ITEMS, average="weighted"
+        ),
+        "recall/_macro": classification.multiclass_recall(scores(), target, ITEMS),
+        "f1/_micro": classification.multiclass_f1_score(scores(), target, ITEMS, average="micro"),
+    }
+    for name, value in expected.items():
+        assert found[f"given_{name}"] == pytest.approx(float(value), abs=1e-6), name
+        assert found[f"seen_{name}"] == found[f"given_{name}"]
 
 
 def test_numbers_and_metrics_of_ones_own() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from allhands.catalyst.callback import Callback, has_hook
+from allhands.catalyst.callback import BatchHooks, Callback, has_hook
 from allhands.catalyst.step_engine import BatchEngine, SteppingOptimizer
 from allhands.errors import UserError
 from allhands.loop.step_function import Rows
@@ -30,7 +30,7 @@ class BatchCallback(Callback):
     count for nothing, so that all workers make the same calls."""
 
 
-class BatchRunner:
+class BatchRunner(BatchHooks):
     """The attributes and the hooks of Catalyst's runners.
 
     Attributes:
@@ -80,30 +80,6 @@ class BatchRunner:
             f"{type(self).__name__} has no step; write def handle_batch(self, batch), which calls "
             "self.model, and sets self.batch or takes the step"
         )
-
-    def on_experiment_start(self, runner: Any) -> None:
-        """Before the first epoch."""
-
-    def on_epoch_start(self, runner: Any) -> None:
-        """Before an epoch."""
-
-    def on_loader_start(self, runner: Any) -> None:
-        """Before a loader of an epoch."""
-
-    def on_batch_start(self, runner: Any) -> None:
-        """Before a batch."""
-
-    def on_batch_end(self, runner: Any) -> None:
-        """After a batch."""
-
-    def on_loader_end(self, runner: Any) -> None:
-        """After a loader."""
-
-    def on_epoch_end(self, runner: Any) -> None:
-        """After an epoch."""
-
-    def on_experiment_end(self, runner: Any) -> None:
-        """After the last epoch."""
 
     # ------------------------------------------------------------------ the training
 

@@ -23,25 +23,8 @@ class CallbackOrder(IntEnum):
     External = 100
 
 
-class Callback(allhands.runner.Callback):
-    """Catalyst's hooks, each given the runner; those of `allhands.Callback` are given the training.
-
-    Args:
-        order: callbacks with a lower one come first.
-    """
-
-    order: int = CallbackOrder.External
-
-    def __init__(self, order: int = CallbackOrder.External) -> None:
-        self.order = order
-
-    def on_train_start(self, training: Any) -> None:
-        if not hasattr(training, "runner"):
-            raise UserError(
-                f"{type(self).__name__} is a Callback of allhands.catalyst, whose hooks are given "
-                "its runner; use dl.SupervisedRunner or dl.Runner, or derive it from "
-                "allhands.Callback"
-            )
+class BatchHooks:
+    """Catalyst's hooks, of callbacks and of a runner itself."""
 
     def on_experiment_start(self, runner: Any) -> None:
         """Before the first epoch."""
@@ -66,6 +49,27 @@ class Callback(allhands.runner.Callback):
 
     def on_experiment_end(self, runner: Any) -> None:
         """After the last epoch."""
+
+
+class Callback(BatchHooks, allhands.runner.Callback):
+    """Catalyst's hooks, each given the runner; those of `allhands.Callback` are given the training.
+
+    Args:
+        order: callbacks with a lower one come first.
+    """
+
+    order: int = CallbackOrder.External
+
+    def __init__(self, order: int = CallbackOrder.External) -> None:
+        self.order = order
+
+    def on_train_start(self, training: Any) -> None:
+        if not hasattr(training, "runner"):
+            raise UserError(
+                f"{type(self).__name__} is a Callback of allhands.catalyst, whose hooks are given "
+                "its runner; use dl.SupervisedRunner or dl.Runner, or derive it from "
+                "allhands.Callback"
+            )
 
 
 #: Hooks that a runner has too, and when they come in a training.

@@ -11,7 +11,6 @@ import torch
 from allhands.catalyst import ranking
 from allhands.catalyst.batch_callbacks import MetricCallback
 from allhands.catalyst.translation import only_default
-from allhands.errors import UserError
 from allhands.runner.metrics import named_metrics
 
 
@@ -31,16 +30,71 @@ class TopKAccuracy:
         return (places == target.unsqueeze(1)).any(dim=1).float().mean()
 
 
-class AccuracyCallback(MetricCallback):
+class _KeyedCallback(MetricCallback):
+    """Measures by a name that a prefix and a suffix are put around.
+
+    Args:
+        measures: metrics by their names, and what comes behind the suffix.
+        input_key, target_key: of the batch; None are the runner's.
+        log_on_batch: without effect.
+        prefix, suffix: of the names.
+    """
+
+    def __init__(
+        self,
+        measures: Mapping[tuple[str, str], Any],
+        input_key: str | None,
+        target_key: str | None,
+        *,
+        log_on_batch: bool = True,
+        prefix: str | None = None,
+        suffix: str | None = None,
+    ) -> None:
+        metrics = {
+            f"{prefix or ''}{name}{suffix or ''}{end}": metric
+            for (name, end), metric in measures.items()
+        }
+        super().__init__(metrics=metrics, keys=_keys(input_key, target_key))
+
+
+class _TopKCallback(_KeyedCallback):
+    """A measure of the first `k`, as ``name01``, ``name03``, …, and ``name``, the first of them.
+
+    Args:
+        topk: numbers of first items; None is 1.
+        given: as for `_KeyedCallback`.
+    """
+
+    name: str
+
+    def __init__(
+        self,
+        input_key: str | None = None,
+        target_key: str | None = None,
+        topk: Sequence[int] | None = None,
+        **given: Any,
+    ) -> None:
+        first = topk or (1,)
+        own = {k: self._of_first(k) for k in first}
+        measures = {(f"{self.name}{k:02}", ""): one for k, one in own.items()}
+        measures[self.name, ""] = own[first[0]]
+        super().__init__(measures, input_key, target_key, **given)
+
+    def _of_first(self, k: int) -> Any:
+        raise NotImplementedError
+
+
+class AccuracyCallback(_TopKCallback):
     """Top-k accuracy: ``accuracy01``, ``accuracy03``, …, and ``accuracy``, which is the first.
 
     Args:
         input_key, target_key: those of the runner.
         topk: numbers of largest outputs; None is 1, and 3 and 5 where there are more classes.
         num_classes: decides what None means.
-        log_on_batch: without effect.
-        prefix, suffix: of the names.
+        given: `log_on_batch`, without effect; `prefix` and `suffix` of the names.
     """
+
+    name = "accuracy"
 
     def __init__(
         self,
@@ -48,87 +102,74 @@ class AccuracyCallback(MetricCallback):
         target_key: str | None = None,
         topk: Sequence[int] | None = None,
         num_classes: int | None = None,
-        log_on_batch: bool = True,
-        prefix: str | None = None,
-        suffix: str | None = None,
+        **given: Any,
     ) -> None:
         if topk is None:
             topk = [1, *(k for k in (3, 5) if num_classes is not None and num_classes > k)]
-        before, after = prefix or "", suffix or ""
-        metrics = {f"{before}accuracy{k:02}{after}": TopKAccuracy(k) for k in topk}
-        metrics[f"{before}accuracy{after}"] = TopKAccuracy(topk[0])
-        super().__init__(metrics=metrics, keys=_keys(input_key, target_key))
+        super().__init__(input_key, target_key, topk, **given)
+
+    def _of_first(self, k: int) -> Any:
+        return TopKAccuracy(k)
 
 
-class PrecisionRecallF1SupportCallback(MetricCallback):
-    """Precision, recall and F1 over the classes: ``precision/_macro``, ``f1/_weighted``, ….
+class _ClassesCallback(_KeyedCallback):
+    """Scores over the classes, for each average.
 
     Args:
-        input_key, target_key: those of the runner.
-        num_classes: how many there are.
-        log_on_batch: without effect.
-        prefix, suffix: of the names.
-
-    Raises:
-        UserError: `num_classes` is not given.
+        input_key, target_key: of the batch.
+        num_classes: how many there are; None takes the number that the outputs have.
+        given: `log_on_batch`, without effect; `prefix` and `suffix` of the names.
     """
+
+    #: Names here, and torchmetrics'.
+    kinds: Mapping[str, str] = {"precision": "precision", "recall": "recall", "f1": "f1_score"}
+    averages: tuple[str, ...] = ("micro", "macro", "weighted")
+    #: Whether the largest output is all that counts.
+    labels = False
 
     def __init__(
         self,
         input_key: str | None = None,
         target_key: str | None = None,
         num_classes: int | None = None,
-        log_on_batch: bool = True,
-        prefix: str | None = None,
-        suffix: str | None = None,
+        **given: Any,
     ) -> None:
-        from torchmetrics import classification
+        from allhands.catalyst.classes import OfClasses, OverSamples
 
-        kinds = {
-            "precision": classification.MulticlassPrecision,
-            "recall": classification.MulticlassRecall,
-            "f1": classification.MulticlassF1Score,
+        measures = {
+            (name, f"/_{average}"): OverSamples(OfClasses(kind, average), self.labels, num_classes)
+            for name, kind in self.kinds.items()
+            for average in self.averages
         }
-        averages = ("micro", "macro", "weighted")
-        metrics = _averaged(self, kinds, averages, num_classes, prefix, suffix)
-        super().__init__(metrics=metrics, keys=_keys(input_key, target_key))
+        super().__init__(measures, input_key, target_key, **given)
 
 
-class AUCCallback(MetricCallback):
-    """The area under the ROC curve, the mean over the classes: ``auc/_macro``, ``auc/_weighted``.
+class PrecisionRecallF1SupportCallback(_ClassesCallback):
+    """Precision, recall and F1 over the classes: ``precision/_macro``, ``f1/_weighted``, …."""
 
-    Args:
-        input_key, target_key: those of the runner.
-        num_classes: how many there are.
-        prefix, suffix: of the names.
-
-    Raises:
-        UserError: `num_classes` is not given.
-    """
-
-    def __init__(
-        self,
-        input_key: str | None = None,
-        target_key: str | None = None,
-        num_classes: int | None = None,
-        prefix: str | None = None,
-        suffix: str | None = None,
-    ) -> None:
-        from torchmetrics.classification import MulticlassAUROC
-
-        kinds, averages = {"auc": MulticlassAUROC}, ("macro", "weighted")
-        metrics = _averaged(self, kinds, averages, num_classes, prefix, suffix)
-        super().__init__(metrics=metrics, keys=_keys(input_key, target_key))
+    labels = True
 
 
-class MultilabelAccuracyCallback(MetricCallback):
+class MultilabelPrecisionRecallF1SupportCallback(_ClassesCallback):
+    """Precision, recall and F1 over the labels: ``precision/_macro``, ``f1/_weighted``, …."""
+
+
+class AUCCallback(_ClassesCallback):
+    """The area under the ROC curve, the mean over the classes, or over the labels where targets
+    have the outputs' shape: ``auc/_macro``, ``auc/_weighted``."""
+
+    kinds: Mapping[str, str] = {"auc": "auroc"}
+    averages = ("macro", "weighted")
+
+
+class MultilabelAccuracyCallback(_KeyedCallback):
     """The share of labels that are right: ``accuracy``.
 
     Args:
         input_key, target_key: of the batch.
         threshold: an output above it says that the label is there.
-        num_classes, log_on_batch: without effect.
-        prefix, suffix: of the name.
+        num_classes: without effect.
+        given: `log_on_batch`, without effect; `prefix` and `suffix` of the name.
     """
 
     def __init__(
@@ -137,74 +178,25 @@ class MultilabelAccuracyCallback(MetricCallback):
         target_key: str | None = None,
         threshold: float = 0.5,
         num_classes: int | None = None,
-        log_on_batch: bool = True,
-        prefix: str | None = None,
-        suffix: str | None = None,
+        **given: Any,
     ) -> None:
-        name = f"{prefix or ''}accuracy{suffix or ''}"
-        right = functools.partial(_labels_right, threshold=threshold)
-        super().__init__(metrics={name: right}, keys=_keys(input_key, target_key))
+        measures = {("accuracy", ""): functools.partial(_labels_right, threshold=threshold)}
+        super().__init__(measures, input_key, target_key, **given)
 
 
 def _labels_right(output: torch.Tensor, target: torch.Tensor, threshold: float) -> torch.Tensor:
     return ((output > threshold) == (target > 0)).float().mean()
 
 
-class MultilabelPrecisionRecallF1SupportCallback(MetricCallback):
-    """Precision, recall and F1 over the labels: ``precision/_macro``, ``f1/_weighted``, ….
-
-    Args:
-        input_key, target_key: of the batch.
-        num_classes: how many labels there are.
-        log_on_batch: without effect.
-        prefix, suffix: of the names.
-
-    Raises:
-        UserError: `num_classes` is not given.
-    """
+class R2SquaredCallback(_KeyedCallback):
+    """The share of the variance that is explained: ``r2squared``."""
 
     def __init__(
-        self,
-        input_key: str | None = None,
-        target_key: str | None = None,
-        num_classes: int | None = None,
-        log_on_batch: bool = True,
-        prefix: str | None = None,
-        suffix: str | None = None,
-    ) -> None:
-        from torchmetrics import classification
-
-        kinds = {
-            "precision": classification.MultilabelPrecision,
-            "recall": classification.MultilabelRecall,
-            "f1": classification.MultilabelF1Score,
-        }
-        averages = ("micro", "macro", "weighted")
-        metrics = _averaged(self, kinds, averages, num_classes, prefix, suffix)
-        super().__init__(metrics=metrics, keys=_keys(input_key, target_key))
-
-
-class R2SquaredCallback(MetricCallback):
-    """The share of the variance that is explained: ``r2squared``.
-
-    Args:
-        input_key, target_key: of the batch.
-        log_on_batch: without effect.
-        prefix, suffix: of the name.
-    """
-
-    def __init__(
-        self,
-        input_key: str | None = None,
-        target_key: str | None = None,
-        log_on_batch: bool = True,
-        prefix: str | None = None,
-        suffix: str | None = None,
+        self, input_key: str | None = None, target_key: str | None = None, **given: Any
     ) -> None:
         from torchmetrics import R2Score
 
-        name = f"{prefix or ''}r2squared{suffix or ''}"
-        super().__init__(metrics={name: R2Score()}, keys=_keys(input_key, target_key))
+        super().__init__({("r2squared", ""): R2Score()}, input_key, target_key, **given)
 
 
 class FunctionalMetricCallback(MetricCallback):
@@ -245,33 +237,13 @@ class LoaderMetricCallback(MetricCallback):
         super().__init__(metrics=named_metrics(metric), keys=_keys(input_key, target_key))
 
 
-class _RankingCallback(MetricCallback):
-    """A measure of ranked items, as ``name01``, ``name03``, …, and ``name``, the first of them.
-
-    Args:
-        input_key, target_key: of the batch; both of shape ``[samples, items]``.
-        topk: numbers of first items; None is 1.
-        log_on_batch: without effect.
-        prefix, suffix: of the names.
-    """
+class _RankingCallback(_TopKCallback):
+    """A measure of ranked items; outputs and targets are both of shape ``[samples, items]``."""
 
     measure: Callable[..., torch.Tensor]
-    name: str
 
-    def __init__(
-        self,
-        input_key: str | None = None,
-        target_key: str | None = None,
-        topk: Sequence[int] | None = None,
-        log_on_batch: bool = True,
-        prefix: str | None = None,
-        suffix: str | None = None,
-    ) -> None:
-        before, after, first = prefix or "", suffix or "", topk or (1,)
-        own = {k: functools.partial(type(self).measure, k=k) for k in first}
-        metrics = {f"{before}{self.name}{k:02}{after}": one for k, one in own.items()}
-        metrics[f"{before}{self.name}{after}"] = own[first[0]]
-        super().__init__(metrics=metrics, keys=_keys(input_key, target_key))
+    def _of_first(self, k: int) -> Any:
+        return functools.partial(type(self).measure, k=k)
 
 
 class HitrateCallback(_RankingCallback):
@@ -298,7 +270,7 @@ class NDCGCallback(_RankingCallback):
     measure, name = staticmethod(ranking.ndcg), "ndcg"
 
 
-class _RegionsCallback(MetricCallback):
+class _RegionsCallback(_KeyedCallback):
     """A score of regions: ``iou/_micro``, ``iou/_macro`` and ``iou``, which is the latter;
     ``iou/_weighted`` with `weights`.
 
@@ -308,8 +280,7 @@ class _RegionsCallback(MetricCallback):
         weights: of the classes.
         class_names: refused; no class has a number of its own.
         threshold: an output above it is 1, else 0; None takes outputs as they are.
-        log_on_batch: without effect.
-        prefix, suffix: of the names.
+        given: `log_on_batch`, without effect; `prefix` and `suffix` of the names.
     """
 
     name: str
@@ -322,21 +293,18 @@ class _RegionsCallback(MetricCallback):
         weights: list[float] | None = None,
         class_names: list[str] | None = None,
         threshold: float | None = None,
-        log_on_batch: bool = True,
-        prefix: str | None = None,
-        suffix: str | None = None,
+        **given: Any,
     ) -> None:
         from allhands.catalyst.regions import Regions
 
         only_default(type(self).__name__, class_names=(class_names, None))
-        name = f"{prefix or ''}{self.name}{suffix or ''}"
         averages = {"": "macro", "/_micro": "micro", "/_macro": "macro"}
         averages |= {"/_weighted": "weighted"} if weights is not None else {}
-        metrics = {
-            name + end: Regions(self._score(), average, class_dim, threshold, weights)
+        measures = {
+            (self.name, end): Regions(self._score(), average, class_dim, threshold, weights)
             for end, average in averages.items()
         }
-        super().__init__(metrics=metrics, keys=_keys(input_key, target_key))
+        super().__init__(measures, input_key, target_key, **given)
 
     def _score(self) -> Any:
         from allhands.catalyst import regions
@@ -388,24 +356,3 @@ class TrevskyCallback(_RegionsCallback):
 
 def _keys(input_key: str | None, target_key: str | None) -> dict[str, Any]:
     return {"output_key": input_key, "target_key": target_key}
-
-
-def _averaged(
-    callback: MetricCallback,
-    kinds: Mapping[str, Callable[..., Any]],
-    averages: Sequence[str],
-    num_classes: int | None,
-    prefix: str | None,
-    suffix: str | None,
-) -> dict[str, Any]:
-    """Metrics of torchmetrics over the classes, for each kind and average."""
-    if num_classes is None:
-        raise UserError(
-            f"{type(callback).__name__} needs to know how many classes there are; write "
-            "num_classes=10"
-        )
-    return {
-        f"{prefix or ''}{name}{suffix or ''}/_{average}": kind(num_classes, average=average)
-        for name, kind in kinds.items()
-        for average in averages
-    }
