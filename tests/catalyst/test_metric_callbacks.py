@@ -121,7 +121,9 @@ def test_the_number_of_classes_is_that_of_the_outputs(given: Any, preloaded: Non
     found = measured(
         [
             dl.AUCCallback("logits", "targets"),
-            dl.MultilabelPrecisionRecallF1SupportCallback("logits", "targets", prefix="label_"),
+            dl.MultilabelPrecisionRecallF1SupportCallback(
+                "logits", "targets", threshold=0.3, prefix="label_"
+            ),
         ],
         scores(),
         labels(),
@@ -134,7 +136,7 @@ def test_the_number_of_classes_is_that_of_the_outputs(given: Any, preloaded: Non
             scores(), labels().long(), ITEMS, average=average
         )
         expected[f"label_f1/_{average}"] = classification.multilabel_f1_score(
-            scores(), labels().long(), ITEMS, average=average
+            scores(), labels().long(), ITEMS, threshold=0.3, average=average
         )
     for name, value in expected.items():
         assert found[name] == pytest.approx(float(value), abs=1e-6), name

@@ -29,7 +29,7 @@ def test_a_page_from_a_folder(tmp_path: Path) -> None:
     page = "\n".join(catalyst_names.lines(tmp_path))
     assert "source, 22.4." in page
     for line in (
-        "Of 6 names 3 are here, 2 are refused.",
+        "Of 6 names 4 are here, 1 are refused.",
         "| `Callback` | here |  |",
         "| `ICallback` | refused | dl.Callback, or the callback of that kind |",
         "| `OddCallback` | absent |  |",

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import allhands.runner
+from allhands.catalyst.engines import apply_engine
+from allhands.catalyst.folder_loggers import logger_callbacks
 from allhands.catalyst.setting_callbacks import SchedulerCallback
 from allhands.catalyst.translation import translate
 from allhands.errors import UserError, did_you_mean
@@ -18,9 +20,7 @@ _RENAMED = {
     "initial_seed": "seed",
 }
 _WITHOUT_EFFECT = ("timeit", "hparams")
-INSTEAD = {
-    "loggers": "logdir=…, which writes metrics.csv and TensorBoard files",
-    "engine": "SupervisedRunner(device=…) and train(distributed=…)",
+_INSTEAD = {
     "stage_kwargs": "the arguments of train() by their names",
     "state_kwargs": "the arguments of train() by their names",
     "checkpoint_data": "a Callback with state_dict() and load_state_dict(state)",
@@ -47,7 +47,7 @@ def train_arguments(
     for name, here in _RENAMED.items():
         if name in given and given.setdefault(here, given[name]) != given.pop(name):
             raise UserError(f"{name} and {here} are one argument; leave out one of them")
-    for name, instead in INSTEAD.items():
+    for name, instead in _INSTEAD.items():
         if given.pop(name, None):
             raise UserError(f"train({name}=…): write {instead}")
     fp16, ddp, cpu = (given.pop(name, None) for name in ("fp16", "ddp", "cpu"))
@@ -57,6 +57,10 @@ def train_arguments(
             raise UserError(f"{name}=True and {here}={given[here]!r}; leave out one of them")
     if cpu:
         runner.device = "cpu"
+    engine = given.pop("engine", None) or runner.given_engine
+    if engine is not None:
+        apply_engine(runner, engine, given)
+    callbacks = [*callbacks, *logger_callbacks(given.pop("loggers", None) or {})]
     for callback in callbacks:
         if isinstance(callback, SchedulerCallback) and callback.period is not None:
             given["scheduler"] = _with_period(given.get("scheduler"), callback)

@@ -59,6 +59,7 @@ class BatchRunner(BatchHooks):
     is_infer_loader = False
     batch_size = epoch_step = batch_step = loader_batch_step = 0
     num_epochs: int | None = None
+    given_engine: Any = None
     _engine: BatchEngine | None = None
     _loop: HandSteps | None = None
     _means: LoaderMeans | None = None
@@ -103,6 +104,11 @@ class BatchRunner(BatchHooks):
         self.model = loop.models if loop.several else loop.model
         handles = {name: SteppingOptimizer(loop, name) for name in loop.groups}
         self.optimizer = handles if loop.several else next(iter(handles.values()))
+
+    def tell_epochs(self, number: int) -> None:
+        """How many epochs there are; a subclass may have a property that says it."""
+        if not isinstance(getattr(type(self), "num_epochs", None), property):
+            self.num_epochs = number
 
     def evaluates_on(self, engine: BatchEngine) -> None:
         """An evaluation begins, outside of a training."""

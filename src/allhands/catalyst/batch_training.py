@@ -53,7 +53,8 @@ class HookedSupervisedTraining(HookedTraining, SupervisedTraining):
 
     def _make_loop(self, runner: Any) -> BaseLoop:
         self.runner = runner
-        runner.callbacks, runner.num_epochs = list(self.settings.callbacks), self.num_epochs
+        runner.callbacks = list(self.settings.callbacks)
+        runner.tell_epochs(self.num_epochs)
         return super()._make_loop(runner)
 
 
@@ -75,7 +76,8 @@ class BatchTraining(HookedTraining, OwnTraining):
                 f"evaluate_every with {self._name}, whose hooks are told of one loader after the "
                 "other; leave it out, and write steps_per_epoch=… for shorter epochs"
             )
-        runner.num_epochs, runner.need_early_stop = self.num_epochs, False
+        runner.need_early_stop = False
+        runner.tell_epochs(self.num_epochs)
         runner.attach(loop, self.settings.callbacks)
         for callback in runner.callbacks:
             if isinstance(callback, BatchPart):

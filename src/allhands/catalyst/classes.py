@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -65,10 +65,11 @@ class OfClasses:
     Args:
         name: such as "precision".
         average: "micro", "macro" or "weighted".
+        options: of torchmetrics' function besides.
     """
 
-    def __init__(self, name: str, average: str) -> None:
-        self.name, self.average = name, average
+    def __init__(self, name: str, average: str, options: Mapping[str, Any]) -> None:
+        self.name, self.average, self.options = name, average, dict(options)
 
     def __call__(self, output: torch.Tensor, target: torch.Tensor, number: int) -> Any:
         """Of outputs and targets of all samples, of so many classes."""
@@ -79,4 +80,4 @@ class OfClasses:
         else:  # each class is a label of its own, which is there or not
             measure = getattr(classification, f"multilabel_{self.name}")
             target = target.long()
-        return measure(output, target, number, average=self.average)
+        return measure(output, target, number, average=self.average, **self.options)

@@ -13,6 +13,15 @@ from allhands.catalyst.batch_callbacks import (
     OptimizerCallback,
 )
 from allhands.catalyst.callback import Callback, CallbackOrder
+from allhands.catalyst.engines import (
+    CPUEngine,
+    DataParallelEngine,
+    DistributedDataParallelEngine,
+    GPUEngine,
+)
+from allhands.catalyst.engines import EngineSettings as Engine
+from allhands.catalyst.experiment_runner import IRunner
+from allhands.catalyst.folder_loggers import ConsoleLogger, CSVLogger, TensorboardLogger
 from allhands.catalyst.metric_callbacks import (
     AccuracyCallback,
     AUCCallback,
@@ -65,9 +74,7 @@ _INSTEAD = {
         ("CallbackWrapper", "ControlFlowCallbackWrapper"),
         "a dl.Callback with the hooks that are wanted",
     ),
-    **dict.fromkeys(
-        ("Engine", "DistributedXLAEngine"), "Runner(device=…) and train(distributed=…)"
-    ),
+    "DistributedXLAEngine": "Runner(device=…) and train(distributed=…)",
     "FunctionalBatchMetricCallback": "FunctionalMetricCallback(…, metric_fn=…, metric_key=…)",
     "ILRUpdater": "train(scheduler=…), with SchedulerCallback(mode='batch')",
     "ILogger": "a Callback with on_row_end(self, training), which logs training.history",
@@ -77,24 +84,16 @@ _INSTEAD = {
     "ProfilerCallback": "train(profile=20, logdir=…)",
     "SklearnModelCallback": _METRICS,
     "SoftUpdateCallaback": "a Callback with on_step_end(self, training); examples/own_loop/ema.py",
-    "IRunner": "class Own(dl.Runner) with handle_batch(self, batch), and its objects in train()",
     "ISupervisedRunner": _OWN,
     "SelfSupervisedRunner": _OWN,
     "SiameseRunner": _OWN,
-    "CPUEngine": "SupervisedRunner(device='cpu')",
-    "GPUEngine": "SupervisedRunner(device='cuda')",
-    "DataParallelEngine": "train(distributed='dp')",
-    "DistributedDataParallelEngine": "train(distributed=True)",
     "ControlFlowCallback": "an allhands.Callback with the hooks that are wanted",
     "PeriodicLoaderCallback": "train(evaluate_every=…)",
     "LRFinder": "torch.optim.lr_scheduler with train(scheduler=…)",
-    "ConsoleLogger": "nothing: train() prints a table",
-    "TensorboardLogger": "train(logdir=…), which writes TensorBoard files",
     **dict.fromkeys(
         ("CometLogger", "MLflowLogger", "NeptuneLogger", "WandbLogger"),
         "an allhands.Callback with on_row_end(self, training), which logs training.history",
     ),
-    "CSVLogger": "train(logdir=…), which writes metrics.csv",
     **dict.fromkeys(
         (
             "ConfusionMatrixCallback",
@@ -119,16 +118,24 @@ __all__ = [
     "BatchMetricCallback",
     "BatchOverfitCallback",
     "BatchTransformCallback",
+    "CPUEngine",
+    "CSVLogger",
     "Callback",
     "CallbackOrder",
     "CheckRunCallback",
     "CheckpointCallback",
+    "ConsoleLogger",
     "CriterionCallback",
+    "DataParallelEngine",
     "DiceCallback",
+    "DistributedDataParallelEngine",
     "EarlyStoppingCallback",
+    "Engine",
     "FunctionalMetricCallback",
+    "GPUEngine",
     "HitrateCallback",
     "IOUCallback",
+    "IRunner",
     "LoaderMetricCallback",
     "MAPCallback",
     "MRRCallback",
@@ -142,6 +149,7 @@ __all__ = [
     "Runner",
     "SchedulerCallback",
     "SupervisedRunner",
+    "TensorboardLogger",
     "TimerCallback",
     "TqdmCallback",
     "TrevskyCallback",

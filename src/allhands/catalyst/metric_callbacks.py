@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -118,6 +119,7 @@ class _ClassesCallback(_KeyedCallback):
     Args:
         input_key, target_key: of the batch.
         num_classes: how many there are; None takes the number that the outputs have.
+        options: of torchmetrics' functions besides.
         given: `log_on_batch`, without effect; `prefix` and `suffix` of the names.
     """
 
@@ -132,12 +134,15 @@ class _ClassesCallback(_KeyedCallback):
         input_key: str | None = None,
         target_key: str | None = None,
         num_classes: int | None = None,
+        options: Mapping[str, Any] = MappingProxyType({}),
         **given: Any,
     ) -> None:
         from allhands.catalyst.classes import OfClasses, OverSamples
 
         measures = {
-            (name, f"/_{average}"): OverSamples(OfClasses(kind, average), self.labels, num_classes)
+            (name, f"/_{average}"): OverSamples(
+                OfClasses(kind, average, options), self.labels, num_classes
+            )
             for name, kind in self.kinds.items()
             for average in self.averages
         }
@@ -151,7 +156,24 @@ class PrecisionRecallF1SupportCallback(_ClassesCallback):
 
 
 class MultilabelPrecisionRecallF1SupportCallback(_ClassesCallback):
-    """Precision, recall and F1 over the labels: ``precision/_macro``, ``f1/_weighted``, …."""
+    """Precision, recall and F1 over the labels: ``precision/_macro``, ``f1/_weighted``, ….
+
+    Args:
+        input_key, target_key: of the batch.
+        num_classes: how many labels there are; None takes the number that the outputs have.
+        threshold: an output above it says that the label is there.
+        given: `log_on_batch`, without effect; `prefix` and `suffix` of the names.
+    """
+
+    def __init__(
+        self,
+        input_key: str | None = None,
+        target_key: str | None = None,
+        num_classes: int | None = None,
+        threshold: float = 0.5,
+        **given: Any,
+    ) -> None:
+        super().__init__(input_key, target_key, num_classes, {"threshold": threshold}, **given)
 
 
 class AUCCallback(_ClassesCallback):

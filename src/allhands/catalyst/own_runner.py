@@ -8,10 +8,11 @@ from typing import Any
 from torch import nn
 
 import allhands.runner
-from allhands.catalyst.arguments import INSTEAD, train_arguments
+from allhands.catalyst.arguments import train_arguments
 from allhands.catalyst.batch_runner import BatchRunner
 from allhands.catalyst.batch_training import BatchTraining
 from allhands.catalyst.callback import HOOKS
+from allhands.catalyst.engines import device_with
 from allhands.catalyst.evaluate import evaluate_by_batch
 from allhands.errors import UserError
 from allhands.loop.history import History
@@ -54,8 +55,12 @@ class Runner(BatchRunner, allhands.runner.Runner):
 
     Args:
         model: default for the methods' `model`; one, or a dict by name.
+        engine: one of `dl.CPUEngine` and its kin: the device and arguments of `train`.
         device: ``"cpu"`` or ``"cuda"``; None takes a GPU where there is one.
     """
+
+    #: Whether ``get_model`` and its kin are called.
+    own_methods = False
 
     def __init__(
         self,
@@ -64,9 +69,8 @@ class Runner(BatchRunner, allhands.runner.Runner):
         *,
         device: str | None = None,
     ) -> None:
-        if engine is not None:
-            raise UserError(f"{type(self).__name__}(engine=…): write {INSTEAD['engine']}")
-        allhands.runner.Runner.__init__(self, model, device)
+        allhands.runner.Runner.__init__(self, model, device_with(engine, device))
+        self.given_engine = engine
         self._forget()
 
     def train(self, *, callbacks: Any = None, **given: Any) -> History:
@@ -110,7 +114,7 @@ class Runner(BatchRunner, allhands.runner.Runner):
     def _settings(self, **given: Any) -> OwnTrainSettings:
         calls = dict.fromkeys(HOOKS, ("self, runner", (None,)))
         calls["handle_batch"] = ("self, batch", (None,))
-        check_methods(self, Runner, calls, _FOREIGN)
+        check_methods(self, Runner, calls, {} if self.own_methods else _FOREIGN)
         return OwnTrainSettings.of(type(self).__name__, **given)
 
     def _training(self, settings: Any, world: World, reporter: Reporter) -> Training:

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 import allhands.runner
-from allhands.catalyst.arguments import INSTEAD, train_arguments
+from allhands.catalyst.arguments import train_arguments
 from allhands.catalyst.batch_callbacks import BatchPart, MetricCallback, completed
 from allhands.catalyst.batch_runner import BatchRunner, models_in
 from allhands.catalyst.batch_training import BatchTraining, HookedSupervisedTraining
 from allhands.catalyst.callback import BATCH_HOOKS, HOOKS, has_hook
+from allhands.catalyst.engines import device_with
 from allhands.catalyst.own_runner import evaluate_loader
 from allhands.catalyst.translation import translate
 from allhands.errors import UserError
@@ -66,12 +67,10 @@ class SupervisedRunner(BatchRunner, allhands.runner.SupervisedRunner):
         device: str | None = None,
         input_target_key: Keys | None = None,
     ) -> None:
-        if engine is not None:
-            raise UserError(f"SupervisedRunner(engine=…): write {INSTEAD['engine']}")
         allhands.runner.SupervisedRunner.__init__(
             self,
             model,
-            device,
+            device_with(engine, device),
             input_key,
             target_key if input_target_key is None else input_target_key,
         )
@@ -79,6 +78,7 @@ class SupervisedRunner(BatchRunner, allhands.runner.SupervisedRunner):
         # The names that subclasses of Catalyst's use.
         self._input_key, self._target_key = self.input_key, self.target_key
         self._output_key, self._loss_key = output_key, loss_key
+        self.given_engine = engine
         self.trained_with: Any = None
         self._by_batch = False
         self._forget()
