@@ -120,22 +120,7 @@ def DistributedOptimizer(
 ) -> Any:
     """`allhands.horovod.tensorflow.DistributedOptimizer`, with its arguments in the order of
     Horovod's Keras half."""
-    return _DistributedOptimizer(
-        optimizer,
-        name,
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        backward_passes_per_step=backward_passes_per_step,
-        op=op,
-        gradient_predivide_factor=gradient_predivide_factor,
-        average_aggregated_gradients=average_aggregated_gradients,
-        num_groups=num_groups,
-        groups=groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-    )
+    return _DistributedOptimizer(**locals())  # the same names in another order
 
 
 def PartialDistributedOptimizer(
@@ -162,22 +147,9 @@ def PartialDistributedOptimizer(
     Raises:
         UserError: as `DistributedOptimizer`; a local layer is no Keras layer, or not built.
     """
-    variables = variables_of(local_layers)
-    made = _DistributedOptimizer(
-        optimizer,
-        name,
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        backward_passes_per_step=backward_passes_per_step,
-        op=op,
-        gradient_predivide_factor=gradient_predivide_factor,
-        average_aggregated_gradients=average_aggregated_gradients,
-        groups=groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-    )
+    given = dict(locals())
+    variables = variables_of(given.pop("local_layers"))
+    made = _DistributedOptimizer(**given)
     for variable in variables:
         made.register_local_var(variable)
     return made
