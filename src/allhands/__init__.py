@@ -49,6 +49,9 @@ _LAZY = {
     "Pipeline": "allhands.strategies",
     "Tensor": "allhands.strategies",
     "Federated": "allhands.federated",
+    "Logger": "allhands.loop.trackers",
+    "MLflowLogger": "allhands.loop.trackers",
+    "WandbLogger": "allhands.loop.trackers",
     "Loop": "allhands.loop.loop",
     "spawn": "allhands.loop.spawned",
 }
@@ -85,7 +88,9 @@ __all__ = [
     "KVStore",
     "KeepBest",
     "LocalSGD",
+    "Logger",
     "Loop",
+    "MLflowLogger",
     "Mesh",
     "Mixup",
     "ModelLoss",
@@ -101,6 +106,7 @@ __all__ = [
     "SupervisedRunner",
     "Tensor",
     "UserError",
+    "WandbLogger",
     "WorkerError",
     "World",
     "WorldError",
@@ -121,6 +127,7 @@ if TYPE_CHECKING:
     from allhands.federated.strategy import Federated
     from allhands.loop.loop import Loop
     from allhands.loop.spawned import spawn
+    from allhands.loop.trackers import Logger, MLflowLogger, WandbLogger
     from allhands.runner import (
         AveragedWeights,
         Callback,

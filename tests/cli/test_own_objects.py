@@ -59,6 +59,15 @@ def within(output, target, top: int = 2):
     return (output.topk(top, dim=1).indices == target[:, None]).any(1).double().mean()
 
 
+class Send(allhands.Logger):
+    def __init__(self, file):
+        self.file = file
+
+    def log(self, values, step):
+        with open(self.file, "a") as file:
+            print(step, *values, file=file)
+
+
 class Count(allhands.Callback):
     def __init__(self, by: int = 1):
         self.by, self.steps = by, 0
@@ -116,6 +125,7 @@ OWN = (
     "scheduler={name: net.py:halved, every: 1}",
     "metrics=[accuracy, {name: net.py:within, top: 3, label: top3}, MulticlassF1Score]",
     "callbacks=[{name: net.py:Count, by: 2}, {name: EarlyStopping, patience: 5}]",
+    "loggers=[{name: net.py:Send, file: sent.txt}]",
 )
 
 
@@ -126,6 +136,9 @@ def test_everything_of_ones_own_is_trained_with_on_one_and_on_two_workers(given,
     assert set(single["valid"]) == {"loss", "accuracy", "top3", "MulticlassF1Score"}
     assert single["lr"] == [0.05, 0.025]
     assert (tmp_path / "steps-0.txt").read_text() == "20"
+    assert (
+        (tmp_path / "sent.txt").read_text().splitlines()[-1].startswith("10 train/loss train/acc")
+    )
     both = run_training.train(given(*OWN, "workers=2", "data.batch_size=4"))
     assert (tmp_path / "steps-1.txt").read_text() == "20"
     for loader in ("train", "valid"):
@@ -183,6 +196,7 @@ def test_schedulers_inside_of_schedulers_and_functions(given):
         ("model.width=big", "model.width = 'big': it must be a number; the default is 8"),
         ("model.width=1.5", "model.width = 1.5: it must be a whole number; the default is 8"),
         ("callbacks=[net.py:warm]", r"callbacks.0: warm needs step"),
+        ("loggers=[WandbLoger]", "loggers.0.name = 'WandbLoger': .*'WandbLogger'"),
         ("callbacks=[EarlyStoping]", "callbacks.0.name = 'EarlyStoping': .*'EarlyStopping'"),
         ("runner=net.py:Net", "runner.name = 'net.py:Net': it is no class below allhands.Runner"),
         ("loop=net.py:idle", "idle took no step"),

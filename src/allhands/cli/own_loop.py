@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from allhands.cli.named import Choice
-from allhands.cli.run_objects import loop_choice, metrics_of, objects_of, strategy_from
+from allhands.cli.run_objects import (
+    loggers_of,
+    loop_choice,
+    metrics_of,
+    objects_of,
+    strategy_from,
+)
 from allhands.cli.stored_run import store
 from allhands.config import RunFile
 from allhands.errors import UserError
@@ -67,6 +73,7 @@ def train_own_loop(run_file: RunFile) -> dict[str, Any]:
         "resume": given.resume,
         "save_every": given.save_every,
         "save_minutes": given.save_minutes,
+        "loggers": loggers_of(run_file),
         "steps_per_epoch": given.steps_per_epoch,
         "step": given.step,
         "activation_checkpointing": given.activation_checkpointing,

@@ -30,6 +30,7 @@ from allhands.config import RunFile
 from allhands.data import catalogue, derive_seed, seed_everything
 from allhands.errors import UserError, kind_of
 from allhands.federated.strategy import Federated
+from allhands.loop.trackers import Logger, MLflowLogger, WandbLogger
 from allhands.runner import Callback, Runner, SupervisedRunner
 from allhands.runner.metrics import BUILT_IN
 from allhands.step import MuonAdamW
@@ -53,6 +54,12 @@ _RUNNERS = {"supervised": SupervisedRunner}
 _CALLBACKS = {
     name: getattr(runners, name)
     for name in ("AveragedWeights", "EarlyStopping", "Freeze", "KeepBest", "StopAfter")
+}
+_LOGGERS = {kind.__name__: kind for kind in (WandbLogger, MLflowLogger)}
+# Lists of sections: their short names, and what each must give.
+_LISTED: dict[str, tuple[dict[str, Any], type]] = {
+    "callbacks": (_CALLBACKS, Callback),
+    "loggers": (_LOGGERS, Logger),
 }
 _METRIC_PACKAGES = (
     "audio",
@@ -128,7 +135,11 @@ def problems(run_file: RunFile, files: bool = False) -> list[str]:
         lambda: _optimizer_choice(run_file),
         lambda: _runner_choice(run_file),
         *(partial(_metric_choice, run_file, n, entry) for n in range(len(given.metrics or ()))),
-        *(partial(_callback_choice, run_file, n) for n in range(len(given.callbacks))),
+        *(
+            partial(_listed_choice, run_file, key, n)
+            for key in _LISTED
+            for n in range(len(getattr(given, key)))
+        ),
     ]
     if given.scheduler is not None:
         chosen.append(lambda: scheduler_choice(run_file))
@@ -332,25 +343,37 @@ def metrics_of(run_file: RunFile) -> dict[str, Any] | None:
     return found or (None if own_steps else {})
 
 
-def _callback_choice(run_file: RunFile, number: int) -> Choice:
-    section = run_file.config.callbacks[number]
-    path = ("callbacks", str(number))
-    name, kind = among(run_file, (*path, "name"), section.name, _CALLBACKS, "callback")
+def _listed_choice(run_file: RunFile, key: str, number: int) -> Choice:
+    section = getattr(run_file.config, key)[number]
+    path = (key, str(number))
+    known, base = _LISTED[key]
+    name, kind = among(run_file, (*path, "name"), section.name, known, base.__name__.lower())
     return Choice(run_file, path, name, kind, section.options)
+
+
+def _listed(run_file: RunFile, key: str) -> list[Any]:
+    """The objects of a list of sections."""
+    found, base = [], _LISTED[key][1]
+    for number in range(len(getattr(run_file.config, key))):
+        chosen = _listed_choice(run_file, key, number)
+        made = chosen.make()
+        if not isinstance(made, base):
+            raise run_file.error(
+                chosen.path, f"it gives {kind_of(made)}; it must be an allhands.{base.__name__}"
+            )
+        found.append(made)
+    return found
+
+
+def loggers_of(run_file: RunFile) -> list[Logger]:
+    """What takes the numbers beside the logdir."""
+    return _listed(run_file, "loggers")
 
 
 def callbacks_of(run_file: RunFile, main_metric: str, minimize: bool) -> list[Callback]:
     """The callbacks, and what `early_stopping` says."""
     given = run_file.config
-    found: list[Callback] = []
-    for number in range(len(given.callbacks)):
-        chosen = _callback_choice(run_file, number)
-        made = chosen.make()
-        if not isinstance(made, Callback):
-            raise run_file.error(
-                chosen.path, f"it gives {kind_of(made)}; it must be an allhands.Callback"
-            )
-        found.append(made)
+    found: list[Callback] = _listed(run_file, "callbacks")
     if given.early_stopping is not None:
         stopping = given.early_stopping
         metric = stopping.metric or main_metric

@@ -11,6 +11,7 @@ from allhands.cli.own_loop import train_own_loop
 from allhands.cli.run_data import entry_of, length_of
 from allhands.cli.run_objects import (
     callbacks_of,
+    loggers_of,
     metrics_of,
     objects_of,
     problems,
@@ -78,6 +79,7 @@ def train(
         metrics=metrics_of(run_file),
         callbacks=callbacks,
         logdir=given.logdir,
+        loggers=loggers_of(run_file),
         num_epochs=None if isinstance(strategy, Federated) else given.num_epochs,
         max_steps=given.max_steps,
         steps_per_epoch=given.steps_per_epoch,

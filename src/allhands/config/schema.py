@@ -138,6 +138,11 @@ class Callback(Named):
     callbacks.py:Announce; other keys are its arguments."""
 
 
+class Tracker(Named):
+    """WandbLogger, MLflowLogger, or a class below allhands.Logger: net.py:Send; other keys are its
+    arguments."""
+
+
 class Runner(Named):
     """Who takes the steps: supervised, or a class below allhands.Runner or SupervisedRunner:
     steps.py:GAN; other keys are its arguments."""
@@ -209,6 +214,7 @@ class RunConfig(Section):
         "cross_entropy or nll, else nothing",
     )
     callbacks: list[Callback] = Field(default=[], description="hooks into the training")
+    loggers: list[Tracker] = Field(default=[], description="where the numbers go beside the logdir")
     runner: Runner = Runner()
     loop: Loop | None = Field(
         default=None, description="a loop of your own, in place of the runner; null: the runner's"

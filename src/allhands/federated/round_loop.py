@@ -121,6 +121,7 @@ class RoundLoop(Lifecycle):
                 len(self.history["round"]),
                 self.epoch or None,
                 unit="round",
+                trackers=settings.trackers(self.world, self.reporter.line),
             )
             try:
                 self._train(loggers)

@@ -12,6 +12,7 @@ from typing import Any
 
 from allhands.errors import UserError
 from allhands.loop import membership_log
+from allhands.loop.trackers import Trackers
 from allhands.report import draw_curves, has_matplotlib
 from allhands.report.curves import Curve
 from allhands.world.regroup import began_with
@@ -32,6 +33,7 @@ class Loggers:
         resumed_step: the optimizer step that the training goes on after; TensorBoard hides what was
             logged beyond it.
         unit: what a row is of: "epoch", "round" or "step".
+        trackers: what else takes the numbers.
     """
 
     def __init__(
@@ -40,8 +42,11 @@ class Loggers:
         resumed_rows: int = 0,
         resumed_step: int | None = None,
         unit: str = "epoch",
+        trackers: Trackers | None = None,
     ) -> None:
         self._unit = unit
+        self._trackers = Trackers() if trackers is None else trackers
+        self._trackers.open(logdir, resumed_step is not None)
         self._parts: dict[str, tuple[str, str]] = {}  # of a column: its loader and metric
         self._writer: Any = None
         self._csv: Path | None = None
@@ -68,13 +73,14 @@ class Loggers:
     @property
     def active(self) -> bool:
         """Whether anything is written."""
-        return self._writer is not None
+        return self._writer is not None or bool(self._trackers)
 
     def step(self, step: int, loss: float, rates: list[float]) -> None:
         """This rank's running training loss and the learning rate, after `step` optimizer steps."""
         if self._writer is not None:
             self._writer.add_scalar("step/train_loss", loss, step)
             self._writer.add_scalar("step/lr", rates[0], step)
+        self._trackers.call("log", {"step/train_loss": loss, "step/lr": rates[0]}, step)
 
     def epoch(
         self,
@@ -87,12 +93,13 @@ class Loggers:
     ) -> None:
         """Every loader's metrics, over the whole epoch or since the last evaluation; `at` is their
         place in TensorBoard, if not `epoch`."""
+        numbers = {f"{loader}/{key}": v for loader, one in values.items() for key, v in one.items()}
+        self._trackers.call("log", {**numbers, "lr": rates[0], "epoch": epoch}, step)
         if self._writer is None or self._csv is None:
             return
         at = epoch if at is None else at
-        for loader, metrics in values.items():
-            for name, value in metrics.items():
-                self._writer.add_scalar(f"{loader}/{name}", value, at)
+        for key, value in numbers.items():
+            self._writer.add_scalar(key, value, at)
         self._writer.add_scalar("lr", rates[0], at)
         self._writer.flush()
         row = {"epoch": epoch, "step": step, "lr": rates[0], "seconds": round(seconds, 3)}
@@ -112,6 +119,13 @@ class Loggers:
 
     def close(self) -> None:
         """Flush and close the files. Without an error on its way, draw the curves."""
+        self._close_files()
+        curves = None if self._csv is None else self._csv.with_name("curves.png")
+        if curves is not None and curves.is_file():
+            self._trackers.call("picture", "curves", curves)
+        self._trackers.call("close", sys.exc_info()[0] not in (None, SystemExit))
+
+    def _close_files(self) -> None:
         if self._writer is not None:
             self._writer.close()
             if sys.exc_info()[0] in (None, SystemExit) and wanted() and has_matplotlib():
@@ -165,7 +179,14 @@ def set_earlier_run_aside(logdir: Path) -> Path | None:
     """Move the files of an earlier run in this logdir into a folder ``earlier-N`` inside it, so
     that none is overwritten."""
     kept = ("checkpoints", "tensorboard", "metrics.csv", "run.yml", membership_log.CSV)
-    ours = (*kept, "curves.png", "membership.png", "report.html")
+    ours = (
+        *kept,
+        "wandb_run.json",
+        "mlflow_run.json",
+        "curves.png",
+        "membership.png",
+        "report.html",
+    )
     found = [logdir / name for name in ours if (logdir / name).exists()]
     if not found:
         return None

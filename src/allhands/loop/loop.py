@@ -27,6 +27,7 @@ from allhands.loop.passes import DataPasses
 from allhands.loop.reporter import ConsoleReporter, ForwardingReporter, reporter_of
 from allhands.loop.run_report import write_run_report
 from allhands.loop.settings import Data, LoopSettings
+from allhands.loop.trackers import logger_list
 from allhands.loop.workers import strategy_for
 from allhands.strategies import Strategy
 from allhands.world import current_world, finalize, init
@@ -61,6 +62,7 @@ class Loop(OwnSteps):
         clip_norm: bound of the global gradient norm of each optimizer.
         accumulate: micro-batches in one optimizer step.
         logdir: folder for checkpoints, ``metrics.csv`` and TensorBoard files.
+        loggers: further ones, such as `allhands.WandbLogger`.
         resume: a checkpoint, or "auto" for the newest whole one in `logdir`.
         seed: decides sample order, dropout, `randn` and `rand`.
         save_every: iterations between two checkpoints within an epoch.
@@ -101,6 +103,7 @@ class Loop(OwnSteps):
         clip_norm: float | None = None,
         accumulate: int = 1,
         logdir: str | Path | None = None,
+        loggers: Any = None,
         resume: str | Path | None = None,
         seed: int = 42,
         save_every: int | None = None,
@@ -120,6 +123,7 @@ class Loop(OwnSteps):
             optimizer=next(iter(own.optimizers.values())),
             data=self.data_of(loaders, datasets),
             logdir=None if logdir is None else Path(logdir).expanduser().absolute(),
+            loggers=logger_list(loggers),
             resume=resume
             if resume in (None, "auto")
             else str(Path(resume).expanduser().absolute()),
@@ -294,6 +298,7 @@ class Loop(OwnSteps):
                 len(self.history["epoch"]),
                 self.global_step or None,
                 unit=self._row,
+                trackers=self.settings.trackers(self.world, self.reporter.line),
             )
 
     def stop(self, reason: str) -> None:  # type: ignore[override]

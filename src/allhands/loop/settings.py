@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from allhands.comm.clipping import check_clip_norm
 from allhands.data import Source, sources_from_datasets, sources_from_loaders
 from allhands.errors import UserError, kind_of
 from allhands.loop.schedule import Schedule
+from allhands.loop.trackers import Logger, Trackers
 from allhands.step import PRECISIONS, STEPS
 from allhands.step.closure import takes_closure
 from allhands.strategies import Strategy
@@ -63,6 +64,7 @@ class LoopSettings:
     scheduler: Any = None
     data: Data
     logdir: Path | None = None
+    loggers: Sequence[Logger] = ()
     resume: str | None = None
     seed: int = 42
     accumulate: int = 1
@@ -84,6 +86,21 @@ class LoopSettings:
     #: schedule.
     cut_short: bool = False
     strategy: Strategy = field(default=None)  # type: ignore[assignment]
+
+    def trackers(self, world: World, say: Callable[[str], None]) -> Trackers:
+        """What takes the numbers beside the logdir: on rank 0 the loggers."""
+        about = {
+            "model": type(self.model).__name__,
+            "optimizer": type(self.optimizer).__name__,
+            "lr": self.optimizer.param_groups[0]["lr"],
+            "strategy": self.strategy.in_words(),
+            "workers": world.world_size,
+            "seed": self.seed,
+            "precision": self.precision,
+            "accumulate": self.accumulate,
+            "clip_norm": self.clip_norm,
+        }
+        return Trackers(self.loggers if world.rank == 0 else (), about, say)
 
     def validate(self) -> None:
         """Raise `UserError` for the first setting that cannot be honoured."""

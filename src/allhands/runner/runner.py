@@ -19,6 +19,7 @@ from allhands.loop.loggers import prepare_logdir
 from allhands.loop.own_steps import OwnSteps
 from allhands.loop.reporter import Reporter
 from allhands.loop.settings import Data
+from allhands.loop.trackers import logger_list
 from allhands.runner import handed_back
 from allhands.runner.callbacks import callback_list
 from allhands.runner.hooks import check_own_runner
@@ -147,6 +148,7 @@ class Runner:
         metrics: Any = None,
         callbacks: Any = None,
         logdir: str | Path | None = None,
+        loggers: Any = None,
         num_epochs: int | None = None,
         max_steps: int | None = None,
         steps_per_epoch: int | None = None,
@@ -204,6 +206,8 @@ class Runner:
             logdir: folder for checkpoints, ``metrics.csv`` and TensorBoard files; None writes
                 nothing. With one, SIGTERM and SIGUSR1 save a checkpoint and end the process with
                 code 128 plus the signal's number.
+            loggers: what takes the numbers as well: `allhands.WandbLogger`,
+                `allhands.MLflowLogger`, an `allhands.Logger` of your own, or a list of them.
             num_epochs: epochs in all, those of a resumed checkpoint included. None is 1, or with
                 `max_steps` no bound.
             max_steps: optimizer steps in all, those of a resumed checkpoint included, over as many
@@ -282,6 +286,7 @@ class Runner:
             data=Data(loaders, datasets),
             callbacks=callback_list(callbacks),
             logdir=None if logdir is None else Path(logdir).expanduser().absolute(),
+            loggers=logger_list(loggers),
             num_epochs=1 if num_epochs is None and max_steps is None else num_epochs,
             max_steps=max_steps,
             steps_per_epoch=steps_per_epoch,

@@ -218,7 +218,8 @@ class Training(ABC):
     def _open_loggers(self) -> None:
         if self.world.rank == 0 and not self._loggers.active:
             rows, step = len(self.history["epoch"]), self.step or None
-            self._loggers = Loggers(self.settings.logdir, rows, step)
+            trackers = self.settings.trackers(self.world, self.reporter.line)
+            self._loggers = Loggers(self.settings.logdir, rows, step, trackers=trackers)
 
     def _guard(self) -> AbstractContextManager[None]:
         """A context in which the epochs run."""
