@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import allhands
-from allhands import Logger, MLflowLogger, SupervisedRunner, UserError, WandbLogger
+from allhands import Federated, Logger, MLflowLogger, SupervisedRunner, UserError, WandbLogger
 from allhands.errors import WorldError
 from tests.timeouts import patience
 from tests.worlds import in_world
@@ -45,7 +45,7 @@ class Keep(Logger):
         self._write("close", failed)
 
 
-def train(loggers: Any, logdir: Path | None = None, epochs: int = 2, **options: Any) -> Any:
+def train(loggers: Any, logdir: Path | None = None, epochs: int | None = 2, **options: Any) -> Any:
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
     x, y = torch.randn(24, 4), torch.randint(2, (24,))
@@ -102,6 +102,13 @@ def test_own_loops_have_them_too(tmp_path: Path) -> None:
         "log",
         "close",
     ]
+
+
+def test_federated_rounds_have_them_too(tmp_path: Path) -> None:
+    file = tmp_path / "told"
+    train(Keep(file), distributed=Federated(rounds=2, clients=4, per_round=2), epochs=None)
+    words = [line.split()[:2] for line in file.read_text().splitlines()]
+    assert words == [["open", "SGD"], ["log", "1"], ["log", "2"], ["close", "False"]]
 
 
 class Broken(Logger):
