@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -52,6 +53,20 @@ def test_rounds_come_a_few_times_a_second_whatever_a_step_takes(
             now = 100.0 + step * seconds
             agreement.ask(step)
         assert agreement.next - step == pytest.approx(expected, abs=1)
+
+
+def test_a_worker_that_waits_is_asked_for_again_before_the_next_step(world: World) -> None:
+    told = SimpleNamespace(changed=lambda: False, job_ends=lambda: False)
+    agreement = Agreement(world, None, elastic=cast(Any, told))
+    agreement.begin(0)
+    for step in range(1, 200):
+        if step >= agreement.next:
+            agreement.ask(step)
+    assert agreement.next > 250, "steps that take no time are asked about seldom"
+    told.changed = lambda: True
+    # Such as a fast step of an evaluation, in which nobody is taken in.
+    assert agreement.ask(256).changed
+    assert agreement.next == 257
 
 
 def test_a_checkpoint_is_due_after_its_time_and_not_before(

@@ -46,18 +46,17 @@ class JoinListener:
         folder.mkdir(parents=True, exist_ok=True)
         listener = wire.listen()
         port = listener.getsockname()[1]
-        self._files = [folder / TOKEN_FILE, folder / COMMAND_FILE]
-        self._files[0].unlink(missing_ok=True)
-        descriptor = os.open(self._files[0], os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
+        key = folder / TOKEN_FILE
+        key.unlink(missing_ok=True)
+        with os.fdopen(os.open(key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(f"{token}\n")
         places = [_joined(address, port) for address in reachable_addresses()]
         places = places or [f"127.0.0.1:{port}"]
         #: What is typed on another machine, for each address of this one.
-        self.commands = [
-            f"allhands join {place} --token-file {self._files[0]} -n 1" for place in places
-        ]
-        self._files[1].write_text("".join(f"{command}\n" for command in self.commands))
+        self.commands = [f"allhands join {place} --token-file {key} -n 1" for place in places]
+        text = "".join(f"{command}\n" for command in self.commands)
+        (folder / COMMAND_FILE).write_text(text)
+        self._files = {key: f"{token}\n", folder / COMMAND_FILE: text}
         self._acceptor = wire.Acceptor(
             "the launcher, where hosts join the job", [listener], token.encode(), self._welcome
         )
@@ -71,9 +70,10 @@ class JoinListener:
         self._acceptor.close()
         while not self._came.empty():
             refuse(self._came.get()[0], "it has ended")
-        for file in self._files:
+        for file, text in self._files.items():
             with contextlib.suppress(OSError):
-                file.unlink()
+                if file.read_text() == text:  # and not that of a later job
+                    file.unlink()
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
 

@@ -16,11 +16,12 @@ from allhands.world.regroup import Regrouping
 
 @dataclass(frozen=True)
 class Terms:
-    """What is compared.
+    """What is compared, between workers of one version of allhands.
 
     Attributes:
         training: number of the training, of those in the script.
         model: its form, in words.
+        strategy: in words.
         script: the file that the workers run, "" where they run none.
         digest: of its contents.
         version: of allhands.
@@ -28,14 +29,13 @@ class Terms:
 
     training: int
     model: str
+    strategy: str
     script: str
     digest: str
     version: str = __version__
 
     def difference(self, others: Terms) -> str:
         """What stands against this worker's joining the others, as a sentence; "" if nothing."""
-        if self.version != others.version:
-            return f"it has allhands {self.version}, and the others have {others.version}"
         if self.digest != others.digest:
             return (
                 f"its {self.script or 'program'} is another version than the script that the "
@@ -49,13 +49,15 @@ class Terms:
             )
         if self.model != others.model:
             return f"it has a model {self.model}, and the others have one {others.model}"
+        if self.strategy != others.strategy:
+            return f"its strategy is {self.strategy}, and that of the others is {others.strategy}"
         return ""
 
 
-def terms_of(training: int, model: str) -> Terms:
+def terms_of(training: int, model: str, strategy: str) -> Terms:
     """Those of this process."""
     script, digest = worker.program
-    return Terms(training, model, script, digest)
+    return Terms(training, model, strategy, script, digest)
 
 
 def tell(regrouping: Regrouping, own: Terms) -> None:
@@ -69,6 +71,10 @@ def check(regrouping: Regrouping, own: Terms) -> None:
     Raises:
         WorldError: it cannot take part; says why.
     """
-    what = own.difference(Terms(**json.loads(regrouping.terms())))
+    told = json.loads(regrouping.terms())
+    if told["version"] == own.version:
+        what = own.difference(Terms(**told))
+    else:  # which may compare other things
+        what = f"it has allhands {own.version}, and the others have {told['version']}"
     if what:
         raise WorldError(f"this worker cannot take part: {what}")

@@ -130,6 +130,8 @@ class Agreement:
         pending, save, interval, changed, over = self._exchange(
             self._told_to_all(), due, wanted, over
         )
+        if changed:  # within an evaluation nobody is taken in; the next step is not to be missed
+            interval = 1
         self._asked_at, self._asked_step, self._interval = now, step, interval
         self.next = step + interval
         self._heeded = bool(pending)

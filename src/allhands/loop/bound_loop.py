@@ -57,7 +57,9 @@ class BoundLoop(GroupedLoop, ABC):
         """Bind it for the first time; the arguments are those of `BaseLoop`."""
         self.settings, self.world, self.reporter, self.task = settings, world, reporter, task
         self._steps: dict[tuple[int, str], OptimizerStep] = {}
-        regrouping = regrouping_of(terms_of(Elastic.trainings + 1, self.signature()))
+        strategy = settings.strategy.in_words()
+        own = terms_of(Elastic.trainings + 1, self.signature(), strategy)
+        regrouping = regrouping_of(own)
         self.elastic = None if regrouping is None else Elastic(self, regrouping)
         self.measures: dict[str, Any] = {}
         self.rules: Callable[[], Iterable[LossRule]] = tuple

@@ -26,6 +26,7 @@ from allhands.loop.reporter import (
 from allhands.strategies import DDP, Single, Strategy, strategy_named
 from allhands.world import Layout, World, current_world, detect, finalize, init, slurm
 from allhands.world.cpu_share import cores
+from allhands.world.regroup import began_with
 
 # Seconds that workers have for a last checkpoint, once they are asked to leave.
 SAVE_GRACE = 30.0
@@ -215,12 +216,14 @@ def gather_nodes(
 
 
 def strategy_for(strategy: str | Strategy | None, world: World) -> Strategy:
-    """The strategy of a training in a world that is there; None is "ddp" with several workers.
+    """The strategy of a training in a world that is there; None is "ddp" with several workers, or
+    where others may join.
 
     Raises:
         UserError: it cannot run in this world.
     """
-    chosen = strategy_from(strategy) or (DDP() if world.world_size > 1 else Single())
+    several = world.world_size > 1 or began_with() is not None
+    chosen = strategy_from(strategy) or (DDP() if several else Single())
     chosen.check_size(world.world_size)
     chosen.check(world)
     return chosen
