@@ -98,3 +98,31 @@ def test_our_errors_come_without_a_traceback(
     assert main.run(["broken"]) == code
     assert capsys.readouterr().err == f"allhands: error: {error}\n"
     monkeypatch.delitem(sys.modules, "broken_command")
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("allhands sw", ["sweep"]),
+        ("allhands run optimizer.l", ["optimizer.lr="]),
+        ("allhands predict --fo", ["--force"]),
+    ],
+)
+def test_a_shell_completes_commands_options_and_keys(line: str, found: list[str]) -> None:
+    environment = {
+        **os.environ,
+        "COMP_WORDS": line,
+        "COMP_CWORD": str(len(line.split()) - 1),
+        "_ALLHANDS_COMPLETE": "complete_bash",
+    }
+    done = subprocess.run(command(), capture_output=True, text=True, env=environment)
+    assert done.stdout.split() == found, done.stderr
+
+
+def test_completion_can_be_installed_and_costs_other_calls_nothing(tmp_path: Path) -> None:
+    environment = {**os.environ, "HOME": str(tmp_path)}
+    words = command("--show-completion", "bash")
+    done = subprocess.run(words, capture_output=True, text=True, env=environment)
+    assert "_ALLHANDS_COMPLETE=complete_bash" in done.stdout, done.stderr
+    assert not main._completes(["--help"])
+    assert not main._completes(["run", "num_epochs=3"])

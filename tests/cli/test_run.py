@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -108,3 +109,19 @@ def test_a_mistake_in_a_file_is_told_before_torch_is_imported():
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+@pytest.mark.serial
+@pytest.mark.usefixtures("preloaded")
+def test_programs_get_json_or_nothing(tmp_path):
+    small = ("num_epochs=1", "data.limit=64", "workers=2", "logdir=out")
+    done = allhands_run(tmp_path, *small, "--json")
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    (row,) = [line["row"] for line in lines if "row" in line]
+    assert row["valid loss"] == float(rows(tmp_path / "out")[0]["valid_loss"])
+    assert row["samples/s"] == pytest.approx(64 / row["seconds"])
+    assert allhands_run(tmp_path, *small, "--quiet").stdout == ""
+    both = allhands_run(tmp_path, *small, "--quiet", "--json")
+    assert both.returncode == 2
+    assert "leave one of them out" in both.stderr

@@ -312,6 +312,7 @@ def test_bar_and_table_on_a_terminal(
 ) -> None:
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     monkeypatch.setenv("TTY_INTERACTIVE", "1")
+    monkeypatch.setenv("COLUMNS", "120")
     fit(verbose=True, num_epochs=2)
     out = capsys.readouterr().out
     assert "train accuracy" in out

@@ -7,6 +7,7 @@ Each subcommand lives in a module of its own that is imported only when it is as
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,9 @@ class Subcommand:
     ends_options: bool = False
     group: bool = False
 
+
+# Of the shell that asks what a line can go on with.
+_COMPLETE = "_ALLHANDS_COMPLETE"
 
 SUBCOMMANDS = {
     "launch": Subcommand(
@@ -106,7 +110,9 @@ def run(argv: list[str]) -> int:
     ):
         argv = [wanted, "--help"]
     try:
-        app = _app(wanted)
+        if completes := _completes(argv):
+            wanted = _completed_word()
+        app = _app(wanted, completes)
         words = _horovod(app, argv) if wanted == "launch" and "--horovod" in argv else argv
         result = app(
             args=words or ["--help"], prog_name="allhands", standalone_mode=False, obj=argv
@@ -135,6 +141,18 @@ def run(argv: list[str]) -> int:
 def nearest(word: str, names: Any) -> str:
     """`; did you mean …?` for a name that was probably misspelled, else the names that exist."""
     return did_you_mean(word, names, f"; there are: {', '.join(names)}")
+
+
+def _completes(argv: list[str]) -> bool:
+    """Whether this call is about completion in a shell, which costs others nothing."""
+    asked = any(word in ("--install-completion", "--show-completion") for word in argv)
+    return asked or _COMPLETE in os.environ
+
+
+def _completed_word() -> str | None:
+    """The subcommand in the line that a shell completes."""
+    line = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS") or ""
+    return next((word for word in line.split()[1:] if word in SUBCOMMANDS), None)
 
 
 def _refuse(message: str, code: int = 2) -> int:
@@ -166,7 +184,7 @@ def _unused() -> None:
     """Stands for the subcommands that this call only lists."""
 
 
-def _app(wanted: str | None) -> Callable[..., Any]:
+def _app(wanted: str | None, completes: bool) -> Callable[..., Any]:
     """The typer application, with only the wanted subcommand's module imported."""
     import typer
     import typer.core
@@ -175,7 +193,8 @@ def _app(wanted: str | None) -> Callable[..., Any]:
     typer.core.HAS_RICH = False
     app = typer.Typer(
         help="Train one PyTorch model with many workers, provably the same training.",
-        add_completion=False,
+        epilog="allhands --install-completion: let your shell complete commands and keys.",
+        add_completion=completes,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
     )

@@ -5,11 +5,15 @@ A run file is read and checked before torch is imported, so that a mistake in it
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
 
-from allhands.cli.shared_options import Overrides, RunFiles, read_checked
+from allhands.cli.shared_options import Json, Overrides, RunFiles, read_checked
+from allhands.errors import UserError
 
 
 def run(
@@ -28,16 +32,38 @@ def run(
             "--profile", help="Record a timeline of 20 steps into logdir/profile: profile=20."
         ),
     ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False,
+    as_json: Json = False,
 ) -> int:
     """Train what a run file describes.
 
-    The whole run file, with defaults and overrides, is stored as run.yml in its logdir.
+    The whole run file, with defaults and overrides, is stored as run.yml in its logdir. With
+    --json, standard output has lines of JSON alone: {"line": …} and {"row": {"epoch": 1, …}}.
     """
     run_file = read_checked(config, [*(overrides or ()), *(["profile=20"] if profile else [])])
     if show:
         print(run_file.to_yaml(), end="")
         return 0
+    if quiet and as_json:
+        raise UserError("--quiet prints nothing, and --json prints JSON; leave one of them out")
     from allhands.cli.run_training import train
 
-    train(run_file)
+    with _output("quiet" if quiet else "json" if as_json else None):
+        train(run_file)
     return 0
+
+
+@contextmanager
+def _output(kind: str | None) -> Iterator[None]:
+    """Within, trainings print so; None: as the variable of the environment says."""
+    name = "ALLHANDS_OUTPUT"  # its module would import torch
+    before = os.environ.get(name)
+    if kind is not None:
+        os.environ[name] = kind
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before

@@ -22,6 +22,7 @@ from allhands.cli.stored_run import StoreRunFile
 from allhands.config import RunFile
 from allhands.federated.sites.definition import Definition
 from allhands.federated.strategy import Federated
+from allhands.loop.reporter import console
 from allhands.loop.workers import plan
 from allhands.runner import Callback, SupervisedRunner
 from allhands.strategies import Strategy, strategy_named
@@ -102,7 +103,8 @@ def train(
         activation_checkpointing=given.activation_checkpointing,
     )
     if given.logdir is not None:
-        print(f"written to {given.logdir}: metrics.csv, run.yml, checkpoints/, tensorboard/")
+        names = "metrics.csv, report.html, run.yml, checkpoints/, tensorboard/"
+        console(verbose=False).line(f"written to {given.logdir}: {names}")
     return history
 
 

@@ -8,7 +8,28 @@ from typing import Annotated
 import typer
 
 from allhands.config import RunFile, read_run
-from allhands.config.schema import Criterion, Data, Model, Optimizer, Runner, Strategy
+from allhands.config.schema import (
+    Criterion,
+    Data,
+    Model,
+    Named,
+    Optimizer,
+    RunConfig,
+    Runner,
+    Section,
+    Strategy,
+)
+
+
+def _keys(incomplete: str) -> list[str]:
+    """The keys of a run file that begin so, for a shell."""
+    found: list[str] = []
+    for name, field in RunConfig.model_fields.items():
+        section = field.default
+        inner = type(section).model_fields if isinstance(section, (Section, Named)) else ()
+        found += [f"{name}=", *(f"{name}.{key}=" for key in inner)]
+    return [key for key in dict.fromkeys(found) if key.startswith(incomplete)]
+
 
 Overrides = Annotated[
     list[str] | None,
@@ -16,6 +37,7 @@ Overrides = Annotated[
         metavar="[KEY=VALUE]",
         help="Changes to the run file, such as optimizer.lr=0.01.",
         show_default=False,
+        autocompletion=_keys,
     ),
 ]
 RunFiles = Annotated[

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from allhands.report.table_layout import value_text
 from allhands.world import slurm
 
 if TYPE_CHECKING:
@@ -70,16 +71,45 @@ def report_epoch(
     rate: float,
     seconds: float,
     improved: bool,
+    samples: int = 0,
+    left: float | None = None,
 ) -> None:
-    """The row of the epoch (or whatever `what` calls it) that has just ended; `place` is its number
-    among all."""
-    header, cells = [what], [place]
-    for loader, metrics in values.items():
-        for name, value in metrics.items():
-            header.append(f"{loader} {name}")
-            cells.append(
-                f"{value:.4f}" if 1e-3 <= abs(value) < 1e5 or value == 0 else f"{value:.2e}"
-            )
-    header += ["lr", "seconds", "best"]
-    cells += [f"{rate:.3g}", f"{seconds:.2f}", "*" if improved else ""]
-    reporter.row(header, cells)
+    """The row of the epoch (or whatever `what` calls it) that has just ended.
+
+    Args:
+        reporter: prints it.
+        what: what a row is of.
+        place: its number among all.
+        values: by loader and metric.
+        rate: the learning rate.
+        seconds: that it took.
+        improved: it is the best so far.
+        samples: that were trained on in it, by all ranks; 0: not known.
+        left: seconds until the end of the training; None: not known.
+    """
+    named = {
+        f"{loader} {name}": value
+        for loader, metrics in values.items()
+        for name, value in metrics.items()
+    }
+    row: dict[str, tuple[str, Any]] = {what: (place, int(place.partition("/")[0]))}
+    row |= {name: (value_text(value), value) for name, value in named.items()}
+    row["lr"] = f"{rate:.3g}", rate
+    row["seconds"] = f"{seconds:.2f}", seconds
+    if samples and seconds:
+        row["samples/s"] = f"{samples / seconds:,.0f}", samples / seconds
+    if left is not None:
+        row["left"] = duration(left), left
+    row["best"] = ("*" if improved else ""), improved
+    cells, raw = zip(*row.values(), strict=True)
+    reporter.row(list(row), cells, raw)
+
+
+def duration(seconds: float) -> str:
+    """Such as 42s, 3:05 or 2:10:00."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -24,7 +24,7 @@ from allhands.loop.loss_mean import LossMean
 from allhands.loop.model_groups import OwnModels, named
 from allhands.loop.own_steps import OwnSteps
 from allhands.loop.passes import DataPasses
-from allhands.loop.reporter import ConsoleReporter, ForwardingReporter, reporter_of
+from allhands.loop.reporter import ForwardingReporter, console, reporter_of
 from allhands.loop.run_report import write_run_report
 from allhands.loop.settings import Data, LoopSettings
 from allhands.loop.trackers import logger_list
@@ -146,7 +146,7 @@ class Loop(OwnSteps):
         own.check(settings, world.world_size, "allhands.Loop(strategy={!r})")
         prepare_logdir(settings.logdir)
         # Where `allhands.spawn` has started it, the caller prints.
-        kind = ConsoleReporter if handback.arrived is None else ForwardingReporter
+        kind = console if handback.arrived is None else ForwardingReporter
         super().__init__(settings, own, world, reporter_of(world, lambda: kind(False)))
         self._without_loader = self.measures[""] = LossMean(world, trains=True, counts=self.counts)
 

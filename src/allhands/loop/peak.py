@@ -27,6 +27,11 @@ def taken(world: World) -> int:
     )
 
 
+def size_of(count: int) -> str:
+    """Bytes in words."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
 def by_ranks(world: World) -> list[int]:
     """What `taken` gives on each rank; all ranks call it together."""
     calls.note("comparing peak memory")
@@ -37,7 +42,7 @@ def by_ranks(world: World) -> list[int]:
 def in_words(by_rank: list[int], world: World) -> str:
     """The line that says it, of the rank that took most."""
     most = max(by_rank)
-    size = f"{most / 2**30:.2f} GiB" if most >= 2**30 else f"{most / 2**20:.0f} MiB"
+    size = size_of(most)
     where = "of tensors on the GPU" if world.device.type == "cuda" else "of the process"
     return f"peak memory: {size} {where}" + (
         f" of rank {by_rank.index(most)}" if len(by_rank) > 1 else ""

@@ -3,14 +3,26 @@ row an epoch."""
 
 from __future__ import annotations
 
+import json
+import math
+import os
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from allhands.errors import UserError
 from allhands.launch import worker
+from allhands.report.table_layout import TableLayout
 from allhands.world import World
 from allhands.world.regroup import began_with
+
+#: The variable that says how trainings print.
+OUTPUT = "ALLHANDS_OUTPUT"
+_LOG_FILE = 200  # columns where there is no terminal
+_ROOM_FOR_NOTES = 100  # columns of a terminal
 
 
 class Reporter:
@@ -22,11 +34,14 @@ class Reporter:
     def line(self, text: str) -> None:
         """One line of information."""
 
-    def progress(self, label: str, done: int, total: int | None, loss: float | None) -> None:
-        """How far the current loader is; `total` is None when only reading tells."""
+    def progress(
+        self, label: str, done: int, total: int | None, loss: float | None, note: str = ""
+    ) -> None:
+        """How far the current loader is; `total` is None when only reading tells. `note` is shown
+        where there is room."""
 
-    def row(self, header: Sequence[str], cells: Sequence[str]) -> None:
-        """One row of the table of epochs."""
+    def row(self, header: Sequence[str], cells: Sequence[str], values: Sequence[Any]) -> None:
+        """One row of the table of epochs; `values` are the cells' for programs."""
 
     def close(self) -> None:
         """Take the bar off the screen."""
@@ -38,23 +53,36 @@ class ConsoleReporter(Reporter):
     def __init__(self, verbose: bool) -> None:
         from rich.console import Console
 
-        # A width is assumed where there is no terminal, so that rows in a log file are not broken.
+        # Where there is no terminal, rows in a log file are as wide as they need be, unless the
+        # variable COLUMNS says otherwise.
         interactive = Console().is_interactive or Console().is_jupyter
-        self.console = Console(width=None if interactive else 200, highlight=False, soft_wrap=True)
+        self.width = shutil.get_terminal_size((80 if interactive else _LOG_FILE, 24)).columns
+        # NO_COLOR, TERM=dumb and pipes are seen by rich.
+        self.console = Console(
+            width=None if interactive else max(self.width, _LOG_FILE),
+            highlight=False,
+            soft_wrap=True,
+        )
         self.shows_bar = verbose and interactive
         self._bar: Any = None
         self._task: Any = None
         self._header: tuple[str, ...] | None = None
+        self._layout: TableLayout | None = None
+        self._said_left_out = ""
 
     def line(self, text: str) -> None:
         self.console.print(text, markup=False)
 
-    def progress(self, label: str, done: int, total: int | None, loss: float | None) -> None:
+    def progress(
+        self, label: str, done: int, total: int | None, loss: float | None, note: str = ""
+    ) -> None:
         if not self.shows_bar:
             return
         if self._bar is None:
             self._start_bar()
         shown = "" if loss is None else f"loss {loss:.4f}"
+        if note and self.console.width >= _ROOM_FOR_NOTES:
+            shown = f"{shown}  {note}"
         self._bar.update(
             self._task, description=label, completed=done, total=total, loss=shown, refresh=True
         )
@@ -69,14 +97,15 @@ class ConsoleReporter(Reporter):
             TextColumn,
             TimeRemainingColumn,
         )
+        from rich.table import Column
 
         # No refresh thread: the training loop itself redraws, a few times a second.
         self._bar = Progress(
             TextColumn("{task.description}"),
-            BarColumn(),
+            BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[loss]}"),
+            TextColumn("{task.fields[loss]}", table_column=Column(no_wrap=True)),
             console=self.console,
             auto_refresh=False,
             transient=True,
@@ -84,15 +113,19 @@ class ConsoleReporter(Reporter):
         self._task = self._bar.add_task("", total=None, loss="")
         self._bar.start()
 
-    def row(self, header: Sequence[str], cells: Sequence[str]) -> None:
+    def row(self, header: Sequence[str], cells: Sequence[str], values: Sequence[Any]) -> None:
         self.close()
-        widths = [max(len(name), 9) for name in header]
-        if tuple(header) != self._header:
+        if tuple(header) != self._header or self._layout is None:
             self._header = tuple(header)
-            self.line(
-                "  ".join(name.rjust(width) for name, width in zip(header, widths, strict=True))
-            )
-        self.line("  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)))
+            self._layout = TableLayout(header, cells, self.width)
+            for text in self._layout.header():
+                self.line(text)
+        self.line(self._layout.row(cells))
+        left_out = ", ".join(self._layout.left_out)
+        if left_out and left_out != self._said_left_out:
+            self._said_left_out = left_out
+            said = f"(no room for {left_out} in {self.width} columns)"
+            self.line(textwrap.fill(said, self.width))
 
     def close(self) -> None:
         if self._bar is not None:
@@ -100,6 +133,42 @@ class ConsoleReporter(Reporter):
             self._bar = None
         if sys.stdout is not None:  # as in a service
             sys.stdout.flush()
+
+
+class JsonReporter(Reporter):
+    """Prints lines of JSON: ``{"line": text}``, and ``{"row": {"epoch": 1, "train loss": 0.5}}``
+    with NaN and infinity as null."""
+
+    def line(self, text: str) -> None:
+        _print_json({"line": text})
+
+    def row(self, header: Sequence[str], cells: Sequence[str], values: Sequence[Any]) -> None:
+        _print_json({"row": dict(zip(header, map(_plain, values), strict=True))})
+
+
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _print_json(message: dict[str, Any]) -> None:
+    print(json.dumps(message, ensure_ascii=False), flush=True)
+
+
+def console(verbose: bool) -> Reporter:
+    """What prints in the process of the user; the variable ``ALLHANDS_OUTPUT`` says how: "quiet"
+    prints nothing, "json" lines of JSON.
+
+    Raises:
+        UserError: the variable says something else.
+    """
+    output = os.environ.get(OUTPUT, "")
+    if output == "quiet":
+        return Reporter()
+    if output == "json":
+        return JsonReporter()
+    if output:
+        raise UserError(f"{OUTPUT}={output!r}; write quiet or json, or leave it out")
+    return ConsoleReporter(verbose)
 
 
 class FirstRankReporter(Reporter):
@@ -116,13 +185,15 @@ class FirstRankReporter(Reporter):
         if self._world.rank == 0:
             self._reporter.line(text)
 
-    def progress(self, label: str, done: int, total: int | None, loss: float | None) -> None:
+    def progress(
+        self, label: str, done: int, total: int | None, loss: float | None, note: str = ""
+    ) -> None:
         if self._world.rank == 0:
-            self._reporter.progress(label, done, total, loss)
+            self._reporter.progress(label, done, total, loss, note)
 
-    def row(self, header: Sequence[str], cells: Sequence[str]) -> None:
+    def row(self, header: Sequence[str], cells: Sequence[str], values: Sequence[Any]) -> None:
         if self._world.rank == 0:
-            self._reporter.row(header, cells)
+            self._reporter.row(header, cells, values)
 
     def close(self) -> None:
         if self._world.rank == 0:
@@ -145,11 +216,13 @@ class ForwardingReporter(Reporter):
     def line(self, text: str) -> None:
         worker.send({"report": "line", "args": [text]})
 
-    def progress(self, label: str, done: int, total: int | None, loss: float | None) -> None:
-        worker.send({"report": "progress", "args": [label, done, total, loss]})
+    def progress(
+        self, label: str, done: int, total: int | None, loss: float | None, note: str = ""
+    ) -> None:
+        worker.send({"report": "progress", "args": [label, done, total, loss, note]})
 
-    def row(self, header: Sequence[str], cells: Sequence[str]) -> None:
-        worker.send({"report": "row", "args": [list(header), list(cells)]})
+    def row(self, header: Sequence[str], cells: Sequence[str], values: Sequence[Any]) -> None:
+        worker.send({"report": "row", "args": [list(header), list(cells), list(values)]})
 
     def close(self) -> None:
         worker.send({"report": "close", "args": []})

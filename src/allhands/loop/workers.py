@@ -17,9 +17,9 @@ from allhands.errors import UserError, WorldError
 from allhands.launch import spawn, worker
 from allhands.launch.rendezvous import Rendezvous, gather
 from allhands.loop.reporter import (
-    ConsoleReporter,
     ForwardingReporter,
     Reporter,
+    console,
     replay,
     reporter_of,
 )
@@ -91,14 +91,14 @@ class Plan:
                 if before is None and world.environment == "alone":
                     # the caller has made no world and need not know of this one
                     finalize()
-        console = ConsoleReporter(verbose)
+        printer = console(verbose)
         device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
         try:
             results = spawn(
                 _in_worker,
-                (job, runner, given, self.strategy, device, console.shows_bar),
+                (job, runner, given, self.strategy, device, printer.shows_bar),
                 workers=self.count,
-                on_message=lambda rank, message: replay(message, console),
+                on_message=lambda rank, message: replay(message, printer),
                 grace=SAVE_GRACE,
                 rendezvous=self.rendezvous,
                 preload=[*preload, *(name for name in SLOW_IMPORTS if name in sys.modules)],
@@ -106,7 +106,7 @@ class Plan:
                 hands_back=hands_back,
             )
         finally:
-            console.close()
+            printer.close()
         return results[0]
 
 
@@ -267,7 +267,7 @@ def world_around() -> int:
 
 
 def _run_here(job: Job, runner: Any, given: Any, world: World, verbose: bool) -> Any:
-    reporter = reporter_of(world, lambda: ConsoleReporter(verbose))
+    reporter = reporter_of(world, lambda: console(verbose))
     return _guarded(job, runner, given, world, reporter, False)
 
 

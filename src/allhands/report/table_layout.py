@@ -83,7 +83,7 @@ def _least_needed(header: Sequence[str]) -> list[int]:
     of_training = [n for n in numbers if header[n].startswith("train") and "loss" not in header[n]]
     rest = [n for n in reversed(numbers) if " " in header[n] and n not in of_training]
     named = [
-        n for name in ("lr", "samples/s", "memory", "step") for n in numbers if header[n] == name
+        n for name in ("lr", "samples/s", "left", "step") for n in numbers if header[n] == name
     ]
     late = [n for name in ("seconds", "best") for n in numbers if header[n] == name]
     first = [*named, *of_training]
@@ -95,5 +95,5 @@ def _least_needed(header: Sequence[str]) -> list[int]:
 def value_text(value: float) -> str:
     """A measurement in at most nine characters."""
     if math.isnan(value):
-        return "-"
+        return "nan"
     return f"{value:.4f}" if 1e-3 <= abs(value) < 1e5 or value == 0 else f"{value:.2e}"

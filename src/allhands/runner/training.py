@@ -18,6 +18,7 @@ from torch import nn
 from allhands.comm import hook_calls
 from allhands.data import Feed
 from allhands.errors import UserError
+from allhands.loop import peak
 from allhands.loop.announce import report_epoch
 from allhands.loop.base_loop import BaseLoop
 from allhands.loop.history import History, Values, new_history, record
@@ -62,6 +63,7 @@ class Training(ABC):
         self.num_epochs = 3 if settings.check else settings.num_epochs
         self._loggers = Loggers(None)
         self._row_began = 0.0
+        self._row_samples = 0  # trained on in the epoch that runs, by all ranks
         self.history = new_history()
         self.best: float | None = None
         self.best_epoch = self.best_step = 0
@@ -227,6 +229,7 @@ class Training(ABC):
 
     def _epoch(self, position: Position) -> None:
         loop, settings = self.loop, self.settings
+        self._row_samples = 0
         if not position.is_resumed:
             self._hooks("on_epoch_start")
         if not position.evaluating:
@@ -253,7 +256,7 @@ class Training(ABC):
         self._hooks("on_epoch_end")
         loop.follow_schedules("epoch", self._main(values))
         loop.save_epoch(values, improved)
-        self._report(values, rates, seconds, improved)
+        self._report(values, rates, seconds, improved, self._row_samples)
 
     def _evaluate_between(self) -> None:
         """Evaluate between two steps: a row of the history, and a checkpoint."""
@@ -299,14 +302,25 @@ class Training(ABC):
         loop.follow_schedules("evaluation", self._main(values))
         return improved
 
-    def _report(self, values: Values, rates: list[float], seconds: float, improved: bool) -> None:
+    def _report(
+        self,
+        values: Values,
+        rates: list[float],
+        seconds: float,
+        improved: bool,
+        samples: int = 0,
+    ) -> None:
         epoch, settings = self.history["epoch"][-1], self.settings
         by_steps = settings.evaluate_every is not None
         at = self.step if by_steps else epoch
         self._loggers.epoch(epoch, self.step, values, rates, seconds, at)
         place = _place(at, settings.max_steps if by_steps else self.num_epochs)
         what = "step" if by_steps else "epoch"
-        report_epoch(self.reporter, what, place, values, rates[0], seconds, improved)
+        left = None
+        if self.num_epochs is not None and not by_steps:
+            taken = self.history["seconds"]
+            left = max(0, self.num_epochs - epoch) * sum(taken) / len(taken)
+        report_epoch(self.reporter, what, place, values, rates[0], seconds, improved, samples, left)
 
     def _main(self, values: Values) -> float:
         return values[self.valid_loader][self.settings.main_metric]
@@ -321,6 +335,7 @@ class Training(ABC):
         label = self._label(feed)
         pace, next_log = Pace(), (loop.global_step // log_every + 1) * log_every
         first = loop.global_step - position.steps
+        begun_at, began = position.samples, time.perf_counter()
         for batch in loop.train(feed, metrics):
             take(batch)
             if self._step_hooks:
@@ -328,7 +343,10 @@ class Training(ABC):
                 loop.look()
             done = loop.global_step - first
             if reporter.shows_bar and done >= pace.next_look and pace.due(done):
-                reporter.progress(label, done, total, metrics.running_loss())
+                since = time.perf_counter() - began
+                note = f"{(position.samples - begun_at) / since:,.0f} samples/s"
+                note += f"  {peak.size_of(peak.taken(self.world))}"
+                reporter.progress(label, done, total, metrics.running_loss(), note)
             if loop.global_step >= next_log:
                 next_log = loop.global_step + log_every
                 loop.check_finite()
@@ -338,6 +356,8 @@ class Training(ABC):
                 if self._loggers.active:
                     rates = learning_rates(self.loop.optimizer)
                     self._loggers.step(loop.global_step, metrics.running_loss(), rates)
+
+        self._row_samples += position.samples - begun_at
 
     def _evaluate(self) -> Values:
         """The metrics of the loaders that are not trained on."""
