@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -34,6 +35,21 @@ def test_our_frames_are_left_out_and_the_chain_is_kept() -> None:
         < text.index("KeyError: 'gone'")
     )
     assert text.endswith(" of allhands are left out; ALLHANDS_FULL_TRACEBACK=1 shows them)\n")
+
+
+class Asks(Callback):
+    def on_epoch_end(self, training: Any) -> None:
+        json.loads("{")
+
+
+def test_the_users_line_comes_first_where_a_library_raised() -> None:
+    with pytest.raises(ValueError, match="property name") as caught:
+        run_hooks([Asks()], "on_epoch_end", None)
+    first, second, *_ = user_traceback.text_of(caught.value).splitlines()
+    assert first.startswith(f"in your code, {__file__}:")
+    assert first.endswith(' in on_epoch_end: json.loads("{")')
+    assert second.startswith("Traceback")
+    assert user_traceback.text_of(broken()).startswith("Traceback")
 
 
 def test_all_frames_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sysconfig
 import traceback
 from pathlib import Path
 
@@ -14,11 +15,13 @@ def text_of(error: BaseException) -> str:
     """The traceback of an error, and of those that led to it, as Python prints it; with
     ALLHANDS_FULL_TRACEBACK=1 all of it.
 
-    An error with no frame of the user's keeps all of its frames.
+    An error with no frame of the user's keeps all of its frames. Where a library raised it, the
+    line of the user's that called is said first.
     """
     whole = traceback.TracebackException.from_exception(error)
+    place = _users_line(whole)
     left_out = 0 if os.environ.get(FULL, "0") not in ("", "0") else _leave_out(whole)
-    text = "".join(whole.format())
+    text = place + "".join(whole.format())
     return (
         text + f"({left_out} frames of allhands are left out; {FULL}=1 shows them)\n"
         if left_out
@@ -37,3 +40,15 @@ def _leave_out(told: traceback.TracebackException | None) -> int:
     for other in (told.__cause__, told.__context__, *(told.exceptions or ())):
         count += _leave_out(other)
     return count
+
+
+def _users_line(told: traceback.TracebackException) -> str:
+    """Where the user's code called the library that raised an error; "" where it raised itself."""
+    paths = sysconfig.get_paths()
+    found = {paths[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")}
+    libraries = (_OURS, "<", *(path + os.sep for path in found))
+    own = [frame for frame in told.stack if not frame.filename.startswith(libraries)]
+    if not own or own[-1] is told.stack[-1]:
+        return ""
+    frame = own[-1]
+    return f"in your code, {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}\n"
