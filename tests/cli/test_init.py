@@ -5,12 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from allhands.cli.init import ProjectKind
 from allhands.cli.schema_file import schema_of_runs
-from allhands.config import RunConfig
+from allhands.config import RunConfig, read_run
 from tests.cli.projects import json_of, said
 from tests.timeouts import patience
 
@@ -41,6 +42,33 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys):
     assert "is a file; name a folder" in said(
         capsys, "init", "rows", str(tmp_path / "net.py"), code=2
     )
+
+
+def test_the_schema_takes_every_run_file_and_refuses_what_is_wrong():
+    jsonschema = pytest.importorskip("jsonschema")
+    root = Path(__file__).parents[2]
+    validator = jsonschema.Draft202012Validator(schema_of_runs())
+    validator.check_schema(validator.schema)
+    files = [*root.glob("examples/*/*.yml"), *root.glob("src/allhands/cli/templates/*/run.yml.*")]
+    assert len(files) > 8
+    for path in files:
+        written = {key: value for key, value in _values(path).items() if value is not None}
+        assert not list(validator.iter_errors(written)), path
+    for wrong in (
+        {"optimizer": {"name": "adamw", "weight_deca": 1}},
+        {"optimizer": {"name": "AdamW", "amsgrad": 1}},
+        {"seed": "x"},
+        {"sede": 1},
+    ):
+        assert list(validator.iter_errors(wrong)), wrong
+    own = {"metrics": ["accuracy", {"name": "net.py:within", "top": 3}], "loggers": ["a.py:Own"]}
+    assert not list(validator.iter_errors(own))
+
+
+def _values(path: Path) -> dict[str, Any]:
+    given, defaults = read_run([path]).config, RunConfig()
+    keys = [key for key in RunConfig.model_fields if getattr(given, key) != getattr(defaults, key)]
+    return given.model_dump(include=set(keys))
 
 
 def test_the_schema_has_every_key_name_and_option(capsys):

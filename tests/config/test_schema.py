@@ -12,8 +12,8 @@ from pydantic import BaseModel
 from allhands.config import RunConfig, schema
 
 KEYS = {
-    "RunConfig": "data model criterion optimizer scheduler metrics callbacks runner loop strategy "
-    "mesh workers device num_epochs max_steps steps_per_epoch evaluate_every "
+    "RunConfig": "data model criterion optimizer scheduler metrics callbacks loggers runner loop "
+    "strategy mesh workers device num_epochs max_steps steps_per_epoch evaluate_every "
     "seed accumulate clip_norm precision step activation_checkpointing logdir resume valid_loader "
     "main_metric minimize_metric "
     "load_best_on_end early_stopping verbose check overfit log_every save_every save_minutes "
@@ -25,6 +25,7 @@ KEYS = {
     "Scheduler": "name period",
     "Metric": "name label",
     "Callback": "name",
+    "Tracker": "name",
     "Runner": "name",
     "Loop": "name",
     "Strategy": "name",
@@ -71,7 +72,7 @@ def test_defaults_of_train_are_defaults_of_a_run_file():
     parameters = inspect.signature(SupervisedRunner.train).parameters
     # A run says where it writes and shows its progress; the object form does neither unless asked.
     # "best" of None is the loss downwards, as in train().
-    differ = {"logdir", "verbose", "num_epochs", "minimize_metric", "callbacks"}
+    differ = {"logdir", "verbose", "num_epochs", "minimize_metric", "callbacks", "loggers"}
     for name, field in RunConfig.model_fields.items():
         if (
             name in parameters

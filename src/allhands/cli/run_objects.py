@@ -423,6 +423,7 @@ def known_names() -> dict[str, dict[str, Any]]:
         "Scheduler": schedulers(),
         "Metric": _torch_metrics() | BUILT_IN,
         "Callback": _CALLBACKS,
+        "Tracker": _LOGGERS,
         "Runner": _RUNNERS,
         "Strategy": _STRATEGIES,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections.abc
 import inspect
+import json
 import types
 from collections.abc import Mapping
 from typing import Any, Union, get_args, get_origin
@@ -48,13 +49,17 @@ def schema_of(option: inspect.Parameter) -> dict[str, Any]:
     if isinstance(annotation, str) or annotation is option.empty:
         return {}
     if get_origin(annotation) in (Union, types.UnionType):
-        known = [schema_of(option.replace(annotation=one)) for one in get_args(annotation)]
-        return {} if {} in known[:1] else {"anyOf": [one for one in known if one]}
+        kinds = [one for one in get_args(annotation) if one is not torch.Tensor]
+        known = [schema_of(option.replace(annotation=one)) for one in kinds]
+        return {} if {} in known else {"anyOf": known}
     try:
         adapter = TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
-        return dict(adapter.json_schema())
+        found = dict(adapter.json_schema())
     except (PydanticUserError, TypeError, NameError):
         return {}
+    text = json.dumps(found)
+    # Of objects inside a list or dict; references would lead elsewhere in the whole schema.
+    return {} if '"anyOf": []' in text or '"$ref"' in text else found
 
 
 def takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
