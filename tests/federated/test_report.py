@@ -112,3 +112,13 @@ def test_a_training_leaves_its_report_in_the_logdir(tmp_path, monkeypatch, drawn
     assert ("pip install" in text) != drawn
     for title in ("Where the time went", "Memory", "Membership", "Environment"):
         assert f"<h2>{title}</h2>" in text
+
+
+def test_a_large_cohort_has_a_bar_for_each_rank(tmp_path):
+    last = {
+        "client": list(range(5000)),
+        "rank": [n % 4 for n in range(5000)],
+        "seconds": [0.5] * 5000,
+    }
+    report(HISTORY, tmp_path / "a.html", last=last, sizes=[3] * 5000)
+    assert (tmp_path / "a.html").stat().st_size < 400_000

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import random
 from pathlib import Path
 
 import pytest
 
 import allhands
 from allhands import SupervisedRunner, UserError
+from allhands.loop.run_report import curves_of
 from allhands.loop.times import BEGIN, CHECKPOINTS, DATA, EVALUATION, Times
 from tests.report import test_curves as problem
 
@@ -120,3 +122,12 @@ def test_times_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
         CHECKPOINTS: 0.5,
         "steps": 3.0,
     }
+
+
+def test_a_page_of_many_long_curves_is_small() -> None:
+    rows, drawn = list(range(20_000)), random.Random(1)
+    values = [drawn.random() for _ in rows]
+    curves = {f"metric {n}": {"train": (rows, values), "valid": (rows, values)} for n in range(14)}
+    text = curves_of("step", [float(row) for row in rows], curves)
+    assert len(text) < 700_000
+    assert "Not drawn: metric 12, metric 13; see metrics.csv." in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -116,3 +117,14 @@ def test_many_metrics_and_loaders_have_a_place_each(tmp_path: Path) -> None:
     assert len({curves._colour(name, ["train", "valid", "a", "b"]) for name in "ab"}) == 2
     with pytest.raises(UserError, match="cannot be written"):
         draw_curves(tmp_path / "absent" / "a.png", {"round": [1, 2]}, found)
+
+
+def test_a_long_curve_keeps_its_peaks_and_its_ends() -> None:
+    values = [float(n % 7) for n in range(20_000)]
+    values[12_345], values[777] = 99.0, math.nan
+    rows, kept = curves.thinned(list(range(20_000)), values)
+    assert len(kept) <= 602
+    assert (rows[0], rows[-1]) == (0, 19_999)
+    assert kept[rows.index(12_345)] == 99.0
+    assert min(kept) == 0.0
+    assert curves.thinned([0, 5], [1.0, 2.0]) == ([0, 5], [1.0, 2.0])

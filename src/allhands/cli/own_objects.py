@@ -71,7 +71,8 @@ def _of_file(given: Path) -> ModuleType:
     path = given.absolute()
     if not path.is_file():
         near = did_you_mean(path.name, [one.name for one in path.parent.glob("*.py")], "")
-        raise UserError(f"there is no file {path}{near}")
+        folder = "" if near or given.is_absolute() else "; it is looked for from the working folder"
+        raise UserError(f"there is no file {path}{near}{folder}")
     name, folder = path.stem, str(path.parent)
     there = sys.modules.get(name)
     if there is not None and _is_file(there, path):

@@ -15,6 +15,8 @@ from allhands.report.curves import draw_metric
 from allhands.report.figures import TEXT, plain
 from allhands.report.page import pairs, picture, pictures, section, wide, write_page
 
+_BARS = 400  # clients that have a bar each
+
 
 def report(
     history: Mapping[str, Any],
@@ -138,9 +140,11 @@ def _schedule(last: Mapping[str, Sequence[float]], names: Sequence[str] | None) 
     def draw(figure: Any) -> None:
         plot = figure.subplots()
         ends = dict.fromkeys(ranks, 0.0)
-        for client, rank, seconds in zip(
-            last["client"], last["rank"], last["seconds"], strict=True
-        ):
+        trained = list(zip(last["client"], last["rank"], last["seconds"], strict=True))
+        if len(trained) > _BARS:  # one bar a rank
+            of_rank = {rank: [s for _, r, s in trained if r == rank] for rank in ranks}
+            trained = [(0, rank, sum(seconds)) for rank, seconds in of_rank.items()]
+        for client, rank, seconds in trained:
             plot.barh(
                 int(rank),
                 seconds,

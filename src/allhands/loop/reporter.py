@@ -22,6 +22,7 @@ from allhands.world.regroup import began_with
 #: The variable that says how trainings print.
 OUTPUT = "ALLHANDS_OUTPUT"
 _LOG_FILE = 200  # columns where there is no terminal
+_NOTEBOOK = 115  # as rich assumes
 _ROOM_FOR_NOTES = 100  # columns of a terminal
 
 
@@ -56,7 +57,8 @@ class ConsoleReporter(Reporter):
         # Where there is no terminal, rows in a log file are as wide as they need be, unless the
         # variable COLUMNS says otherwise.
         interactive = Console().is_interactive or Console().is_jupyter
-        self.width = shutil.get_terminal_size((80 if interactive else _LOG_FILE, 24)).columns
+        assumed = _NOTEBOOK if Console().is_jupyter else 80 if interactive else _LOG_FILE
+        self.width = shutil.get_terminal_size((assumed, 24)).columns
         # NO_COLOR, TERM=dumb and pipes are seen by rich.
         self.console = Console(
             width=None if interactive else max(self.width, _LOG_FILE),

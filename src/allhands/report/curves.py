@@ -16,6 +16,7 @@ _COLOURS = {"train": "#8a93a3", "valid": "#d1495b"}
 _OTHERS = ("#2e6f95", "#e0a458", "#4f9d69", "#7b5ea7", "#3b3f46")
 _COLUMNS = 3
 _MOST = 9  # axes in one picture
+_PARTS = 300  # of a curve, each of which has two points at most
 _DOTS = 60  # measurements of a curve that are marked each
 
 
@@ -64,7 +65,8 @@ def draw_metric(
         whole: the column holds whole numbers.
     """
     label, places = over
-    for loader, (rows_of, values) in loaders.items():
+    for loader, curve in loaders.items():
+        rows_of, values = thinned(*curve)
         axes.plot(
             [places[row] for row in rows_of],
             values,
@@ -79,6 +81,20 @@ def draw_metric(
     plain(axes, whole)
     _bounds(axes, [value for _, values in loaders.values() for value in values])
     axes.legend(frameon=False, fontsize=9, labelcolor=TEXT)
+
+
+def thinned(rows: list[int], values: list[float]) -> Curve:
+    """A curve with no more points than can be told apart: of each part of it, the least and the
+    greatest value, at their places."""
+    if len(values) <= 2 * _PARTS:
+        return rows, values
+    kept = {0, len(values) - 1}
+    for part in range(_PARTS):
+        inside = range(part * len(values) // _PARTS, (part + 1) * len(values) // _PARTS)
+        known = [n for n in inside if math.isfinite(values[n])] or list(inside)
+        kept |= {min(known, key=values.__getitem__), max(known, key=values.__getitem__)}
+    order = sorted(kept)
+    return [rows[n] for n in order], [values[n] for n in order]
 
 
 def _colour(loader: str, loaders: list[str]) -> str:
