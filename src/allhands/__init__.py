@@ -28,6 +28,7 @@ _LAZY = {
     "AveragedWeights": "allhands.runner",
     "EarlyStopping": "allhands.runner",
     "Freeze": "allhands.runner",
+    "find_learning_rate": "allhands.runner",
     "StopAfter": "allhands.runner",
     "KeepBest": "allhands.runner",
     "load_checkpoint": "allhands.runner",
@@ -114,6 +115,7 @@ __all__ = [
     "clip_grad_value",
     "current_world",
     "finalize",
+    "find_learning_rate",
     "init",
     "load_checkpoint",
     "spawn",
@@ -137,6 +139,7 @@ if TYPE_CHECKING:
         Runner,
         StopAfter,
         SupervisedRunner,
+        find_learning_rate,
         load_checkpoint,
         utils,
     )

@@ -69,6 +69,11 @@ class LossMean:
         count = float(self._count)
         return float(self._loss) / count if count else self._shared
 
+    def sums(self) -> tuple[float, float]:
+        """The sum of this rank's losses so far, and what it counts; 0 where another rank counts the
+        same samples. Reads the device."""
+        return (float(self._loss), float(self._count)) if self.counts else (0.0, 0.0)
+
     def share_loss(self) -> None:
         """Tell the ranks that have no losses of their own the mean over the others; all ranks call
         it together."""

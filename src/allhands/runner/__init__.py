@@ -7,6 +7,7 @@ from allhands.runner.averaged_weights import AveragedWeights
 from allhands.runner.callbacks import Callback, EarlyStopping
 from allhands.runner.freeze import Freeze
 from allhands.runner.keep_best import KeepBest
+from allhands.runner.learning_rate_finder import find_learning_rate
 from allhands.runner.runner import Runner
 from allhands.runner.stop_after import StopAfter
 from allhands.runner.supervised import SupervisedRunner
@@ -20,5 +21,6 @@ __all__ = [
     "Runner",
     "StopAfter",
     "SupervisedRunner",
+    "find_learning_rate",
     "load_checkpoint",
 ]
