@@ -55,6 +55,7 @@ def kinds(grid):
 
 def test_a_run_file_is_trained_with_the_sites(tmp_path, run, monkeypatch):
     monkeypatch.setenv("ALLHANDS_SITES_STATE", str(tmp_path))
+    monkeypatch.setenv("ALLHANDS_CURVES", "1")  # and the page
     server_app.app(grid=run, context=None)
     assert kinds(run) == ["hello", "train", "evaluate", "train", "evaluate", "train", "evaluate"]
     assert {request["allhands"]["seed"] for request in run.nodes[0].asked[1:]} == {7}

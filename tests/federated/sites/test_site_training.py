@@ -68,7 +68,8 @@ def test_a_schedule_reaches_the_sites(tmp_path, schedule):
     assert same(there, here)
 
 
-def test_sites_measure_on_their_own_tests_and_the_mean_is_the_simulations(tmp_path):
+def test_sites_measure_on_their_own_tests_and_the_mean_is_the_simulations(tmp_path, monkeypatch):
+    monkeypatch.setenv("ALLHANDS_CURVES", "1")  # and the page
     options = {"test_fraction": 0.3, "local_layers": ["3"]}
     there, history = serve(grid(tmp_path, **options), logdir=tmp_path / "log", **options)
     here, expected = simulate(**options)
