@@ -52,7 +52,17 @@ def draw_parallel(
         axes.axvline(x, color=FAINT, linewidth=1, zorder=1)
         for height, text in ticks:
             box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1}
-            axes.text(x, height, text, fontsize=8, color=TEXT, ha="center", zorder=999, bbox=box)
+            axes.text(
+                x,
+                height,
+                text,
+                fontsize=8,
+                color=TEXT,
+                ha="center",
+                va="center",
+                zorder=999,
+                bbox=box,
+            )
     axes.set_xticks(range(len(columns)), [*keys, metric], color=TEXT)
     axes.set_yticks([])
     axes.set_ylim(-0.08, 1.08)
