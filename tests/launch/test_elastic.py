@@ -21,7 +21,8 @@ pytestmark = pytest.mark.serial
 
 # How each worker is to be lost: words like "2@13:SIGKILL", the rank under which it was started, and
 # the steps (or "e1", the epoch whose evaluation follows) before it. "0@5:behind": rank 0 is told of
-# the loss in the step after 5, before its update, and the others after theirs.
+# the loss in the step after 5, before its update, and the others after theirs. "2@5:dies": so does
+# rank 2 there.
 SCRIPT = """
 import json, os, signal, sys, time
 import torch
@@ -53,16 +54,18 @@ def maybe(place):
     for word in losses:
         who, _, kind = word.partition(":")
         restarted = os.environ.get("ALLHANDS_ELASTIC_JOINS")
-        if who == f"{os.environ.get('RANK')}@{place}" and not restarted and kind != "behind":
+        if who == f"{os.environ.get('RANK')}@{place}" and not restarted and "SIG" in kind:
             os.kill(os.getpid(), getattr(signal, kind))
 
-if any(word.endswith(":behind") for word in losses):
+if any(word.endswith((":behind", ":dies")) for word in losses):
     from allhands.loop.shared_measures import SharedMeasures
 
     share = SharedMeasures.share
 
     def behind(self):
         share(self)
+        if f"{os.environ.get('RANK')}@{loop.global_step}:dies" in losses:
+            os.kill(os.getpid(), signal.SIGKILL)
         if f"{os.environ.get('RANK')}@{loop.global_step}:behind" in losses:
             losses.clear()
             raise RuntimeError("the connection is closed")
@@ -174,6 +177,9 @@ def assert_same(mine: list[Any], theirs: list[Any], most: float = 1e-5) -> None:
         # rank 0 has not taken the step that rank 1 has, and the other way round
         ["2@6:SIGKILL", "0@5:behind"],
         ["2@6:SIGKILL", "1@5:behind"],
+        # rank 1 asks the others meanwhile whether to go on, and rank 0 has that before it
+        ["2@6:dies", "0@6:behind"],
+        ["2@0:dies", "1@0:behind"],
     ],
     ids=" ".join,
 )
@@ -182,7 +188,7 @@ def test_the_others_go_on_with_the_same_result(job: Job, losses: list[str]) -> N
     assert code == 0, out + err
     found = result(job.folder)
     assert_same(found, alone(job.folder / "alone", SCRIPT, 12))
-    assert found[3] == 3 - sum("SIG" in word for word in losses)
+    assert found[3] == 3 - sum("SIG" in word or "dies" in word for word in losses)
     assert "workers repeat what was interrupted" in out or "1 worker repeat" in out
     rows = (job.folder / "logs" / "membership.csv").read_text().splitlines()
     assert rows[0].startswith("time,membership,step,workers,lost,joined,seconds")
@@ -213,8 +219,7 @@ SHARDED = (
 """,
         """    SharedMeasures.share = behind
 
-    # "1@5:within": rank 1 is told of the loss after its own part of the update, and "2@5:dies"
-    # there
+    # "1@5:within": rank 1 is told of the loss after its own part of the update
     from allhands.strategies.sharded_state import ShardedState
 
     bring = ShardedState.share
@@ -223,15 +228,12 @@ SHARDED = (
         if f"{os.environ.get('RANK')}@{loop.global_step}:within" in losses:
             losses.clear()
             raise RuntimeError("the connection is closed")
-        if f"{os.environ.get('RANK')}@{loop.global_step}:dies" in losses:
-            os.kill(os.getpid(), signal.SIGKILL)
         bring(self)
 
     ShardedState.share = broken
 """,
     )
-    .replace('endswith(":behind")', 'endswith((":behind", ":within", ":dies"))')
-    .replace('kind != "behind"', 'kind.startswith("SIG")')
+    .replace('endswith((":behind", ":dies"))', 'endswith((":behind", ":within", ":dies"))')
 )
 
 

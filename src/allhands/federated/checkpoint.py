@@ -93,7 +93,22 @@ class RoundCheckpoints(Checkpoints):
         }
 
     def load(self, path: Path, state: dict[str, Any]) -> None:
-        loop, settings, rounds = self.loop, self.loop.settings, self.loop.rounds
+        self._check(path, state)
+        self.take(state)
+        # One rank's part at a time; each rank takes what it will keep, and learns where the rest
+        # is.
+        parts = (checkpoint.load_own(path, rank) for rank in range(state["world_size"]))
+        self.loop.rounds.states.load_state_dict(
+            {
+                key.removeprefix(_STATES): value
+                for key, value in part.items()
+                if key.startswith(_STATES)
+            }
+            for part in parts
+        )
+
+    def _check(self, path: Path, state: dict[str, Any]) -> None:
+        settings, rounds = self.loop.settings, self.loop.rounds
         if "rounds" not in state:
             raise UserError(
                 f"resume: {path} is of a training that was not federated; resume it without "
@@ -116,6 +131,14 @@ class RoundCheckpoints(Checkpoints):
                     f"resume: the checkpoint was written with {what} {then!r} and this run has "
                     f"{now!r}; set the {what} to {then!r}, or start anew with resume=None"
                 )
+
+    def take(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave.
+
+        Raises:
+            UserError: it is of another model or optimizer.
+        """
+        loop, settings, rounds = self.loop, self.loop.settings, self.loop.rounds
         try:
             loop.model.load_state_dict(state["model"])
             settings.optimizer.load_state_dict(state["optimizer"])
@@ -130,17 +153,6 @@ class RoundCheckpoints(Checkpoints):
         loop.best, loop.best_round = state["best"], state["best_epoch"]
         for callback, callback_state in zip(settings.callbacks, state["callbacks"], strict=True):
             callback.load_state_dict(callback_state)
-        # One rank's part at a time; each rank takes what it will keep, and learns where the rest
-        # is.
-        parts = (checkpoint.load_own(path, rank) for rank in range(state["world_size"]))
-        rounds.states.load_state_dict(
-            {
-                key.removeprefix(_STATES): value
-                for key, value in part.items()
-                if key.startswith(_STATES)
-            }
-            for part in parts
-        )
 
 
 def _pack(history: Mapping[str, Any]) -> dict[str, Any]:

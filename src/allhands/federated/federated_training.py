@@ -17,6 +17,7 @@ from allhands.data.epochs import EpochListeners
 from allhands.errors import UserError
 from allhands.federated.algorithms import Server
 from allhands.federated.clients import Clients
+from allhands.federated.elastic_rounds import ElasticRounds
 from allhands.federated.executors import Executor, ExecutorContext
 from allhands.federated.executors.choice import parse
 from allhands.federated.executors.shared import Shared
@@ -29,6 +30,8 @@ from allhands.federated.rounds import Evaluate
 from allhands.federated.row_layout import RowLayout
 from allhands.federated.samples import Samples
 from allhands.federated.team import Team
+from allhands.loop.admission import terms_of
+from allhands.loop.joining import regrouping_of
 from allhands.loop.reporter import Reporter
 from allhands.runner.evaluation import Forward, evaluate_feed, fitting, loss_rule
 from allhands.runner.metrics import LoaderMetrics
@@ -69,9 +72,20 @@ def train(
         if tests is not None and len(clients) != len(tests):
             tests = Clients([tests.indices])
         model.to(world.device)
+        elastic = None
+        regrouping = regrouping_of(
+            terms_of(ElasticRounds.trainings + 1, {"model": model}, strategy.name)
+        )
+
+        def make_evaluate() -> Evaluate | None:
+            return evaluation(runner, settings, sources, world, reporter)
+
+        if regrouping is not None:
+            elastic = ElasticRounds(world, regrouping, make_evaluate)
         if isinstance(settings.criterion, nn.Module):
             settings.criterion.to(world.device)
-        broadcast_tensors([*model.parameters(), *model.buffers()], world)
+        if elastic is None or not elastic.joins:
+            broadcast_tensors([*model.parameters(), *model.buffers()], world)
         layout = RowLayout(model, local.optimizer.groups)
         server = Server.of(model, layout, world.device, len(clients), settings.seed)
         # The executor's own: it binds the weights into rows and replaces layers of dropout.
@@ -84,7 +98,6 @@ def train(
             if team.size == 1
             else Shared(work, server, team)
         )
-        evaluate = evaluation(runner, settings, sources, world, reporter)
         rounds = strategy.stages(
             work,
             server,
@@ -92,7 +105,7 @@ def train(
             world,
             per_round=per_round,
             rounds=number_of_rounds(settings, strategy),
-            evaluate=evaluate,
+            evaluate=make_evaluate(),
             evaluate_every=strategy.evaluate_every,
             local_layers=strategy.local_layers,
             on_bad_update=strategy.on_bad_update,
@@ -113,7 +126,7 @@ def train(
                 "and there is none; of the clients' training only the loss is known. Pass a loader "
                 "'valid', or Federated(test_fraction=0.2)"
             )
-        history = RoundLoop(settings, world, reporter, rounds, evaluated).run()
+        history = RoundLoop(settings, world, reporter, rounds, evaluated, elastic).run()
     model.to(home)
     if isinstance(settings.criterion, nn.Module):
         settings.criterion.to(home)

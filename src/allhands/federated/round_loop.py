@@ -4,6 +4,7 @@ callbacks, logs."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 
 from allhands.errors import UserError
 from allhands.federated.checkpoint import RoundCheckpoints
+from allhands.federated.elastic_rounds import ElasticRounds
 from allhands.federated.report import report
 from allhands.federated.rounds import History, Rounds
 from allhands.loop import checkpoint
+from allhands.loop.agreement import Decision
 from allhands.loop.announce import report_epoch
 from allhands.loop.lifecycle import Lifecycle
 from allhands.loop.loggers import Loggers, wanted
@@ -21,7 +24,6 @@ from allhands.loop.peak import in_words, taken
 from allhands.loop.reporter import Pace, Reporter
 from allhands.loop.run_report import about_the_run, run_file_of
 from allhands.loop.schedule import Schedule, learning_rates
-from allhands.loop.times import CHECKPOINTS
 from allhands.report.page import NAME
 from allhands.runner.callbacks import run_hooks
 from allhands.runner.handed_back import gather
@@ -42,7 +44,9 @@ class RoundLoop(Lifecycle):
         best, best_round: the best value so far, and after how many rounds.
     """
 
-    period = "round"
+    period = counted = "round"
+    elastic: ElasticRounds | None = None
+    _loggers: Loggers | None = None
     settings: TrainSettings
     checkpoints: RoundCheckpoints
 
@@ -53,8 +57,13 @@ class RoundLoop(Lifecycle):
         reporter: Reporter,
         rounds: Rounds,
         evaluated: list[str],
+        elastic: ElasticRounds | None = None,
     ) -> None:
-        self.rounds = rounds
+        self.rounds, self.elastic, self.world = rounds, elastic, world
+        if elastic is not None:
+            elastic.loop = self
+            elastic.attach(self)
+            self.regrouped = self._open_loggers
         self.model, self.optimizer = settings.model, settings.optimizer
         self.num_epochs = rounds.rounds
         self.schedule = Schedule(settings.scheduler)
@@ -116,22 +125,30 @@ class RoundLoop(Lifecycle):
         """
         settings = self.settings
         with self:
-            loggers = Loggers(
-                settings.logdir if self.world.rank == 0 else None,
-                len(self.history["round"]),
-                self.epoch or None,
-                unit="round",
-                trackers=settings.trackers(self.world, self.reporter.line),
-            )
+            self._open_loggers()
             try:
-                self._train(loggers)
+                self._train()
             finally:
-                loggers.close()
+                if self._loggers is not None:
+                    self._loggers.close()
             self.finish()
             if settings.load_best_on_end and not self.signal:
                 self._load_best()
         self._write_report()
         return self.history
+
+    def _open_loggers(self) -> None:
+        if self._loggers is None or (self.world.rank == 0 and not self._loggers.active):
+            self._loggers = Loggers(
+                self.settings.logdir if self.world.rank == 0 else None,
+                len(self.history["round"]),
+                self.epoch or None,
+                unit="round",
+                trackers=self.settings.trackers(self.world, self.reporter.line),
+            )
+
+    def unit(self, do: Callable[[], Any]) -> Any:
+        return do() if self.elastic is None else self.elastic.run(do)
 
     def check_schedule(self) -> str:
         rounds = self.num_epochs
@@ -174,21 +191,21 @@ class RoundLoop(Lifecycle):
         )
         self.reporter.line(f"report in {path}")
 
-    def _train(self, loggers: Loggers) -> None:
+    def _train(self) -> None:
         run_hooks(self.settings.callbacks, "on_train_start", self)
         while self.epoch < self.num_epochs and not self.ended:
-            self._round(loggers)
+            self._round()
         if self.signal:
             return
         run_hooks(self.settings.callbacks, "on_train_end", self)
         if self.stop_reason is not None:
             self.reporter.line(f"stopped {self.where}: {self.stop_reason}")
 
-    def _round(self, loggers: Loggers) -> None:
+    def _round(self) -> None:
         run_hooks(self.settings.callbacks, "on_epoch_start", self)
         rates = learning_rates(self.optimizer)
         measured = self.rounds.due(self.epoch)
-        values = {"train": {"loss": math.nan}, **self.rounds.one_round()}
+        values = {"train": {"loss": math.nan}, **self._compute()}
         self.epoch = self.global_step = self.rounds.server.round
         self.write_model()
         history = self.history
@@ -202,33 +219,46 @@ class RoundLoop(Lifecycle):
             self.schedule.step(self._main(values))
             self._set_options()
         self._remember(measured, improved, values)
-        loggers.epoch(self.epoch, self.step, values, rates, history["seconds"][-1])
+        assert self._loggers is not None
+        self._loggers.epoch(self.epoch, self.step, values, rates, history["seconds"][-1])
         if self._pace.due(self.epoch):
             self.reporter.progress("rounds", self.epoch, self.num_epochs, values["train"]["loss"])
         if measured:
             self._report(values, rates, improved)
 
+    def _compute(self) -> Values:
+        return self.rounds.one_round() if self.elastic is None else self.elastic.round()
+
     def _remember(self, measured: bool, improved: bool, values: Values) -> None:
         """Save when that is due, and learn whether a signal came."""
-        settings, number = self.settings, self.epoch
+        settings, number, elastic = self.settings, self.epoch, self.elastic
+        if elastic is not None:
+            elastic.leave_if_told()
         if settings.logdir is None:
             if improved and settings.load_best_on_end:
                 self._best_state = {
                     key: value.detach().cpu().clone()
                     for key, value in self.model.state_dict().items()
                 }
+            if elastic is not None and number >= self.agreement.next:
+                self._heed(self.ask())
             return
         every = settings.save_every
         due = improved or (measured if every is None else number % every == 0)
         due = due or number == self.num_epochs or self.stop_reason is not None
+        decision = None
         if number >= self.agreement.next:
-            decision = self.agreement.ask(number)
-            self.signal = decision.signal
+            decision = self.ask()
             due = due or decision.save or bool(decision.signal)
         if due:
-            with self.times.of(CHECKPOINTS):
-                self.checkpoints.save(None, improved, values)
-            self.agreement.saved()
+            self.save(values, improved)
+        if decision is not None:
+            self._heed(decision)
+
+    def _heed(self, decision: Decision) -> None:
+        self.signal = decision.signal
+        if decision.changed and not decision.signal and self.elastic is not None:
+            self.elastic.take_in()
 
     # ------------------------------------------------------------------ what is best
 
@@ -292,6 +322,10 @@ class RoundLoop(Lifecycle):
         )
         if self.schedule.scheduler is not None:
             self.reporter.line(f"{type(self.schedule.scheduler).__name__} steps once a round")
+        if self.elastic is not None and (why := self.elastic.refused()):
+            self.reporter.line(
+                f"note: a lost worker ends this training in spite of --elastic: {why}"
+            )
         if note:
             self.reporter.line(note)
 

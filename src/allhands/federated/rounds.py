@@ -167,6 +167,14 @@ class Rounds:
         ]
         self.history: History = {"train": {"loss": []}, **{name: [] for name in noted}}
 
+    def bind(self, evaluate: Evaluate | None) -> None:
+        """Go on with the ranks that there are now, which all call it together; `evaluate` is made
+        for them."""
+        self.team = Team.of(self.world, 1)
+        failures = self.failures
+        self.failures = Failures(self.world, failures.action, failures.retries, self.team)
+        self.queue, self._evaluate = Queue(self.world), evaluate
+
     # ------------------------------------------------------------------ the stages
 
     def select(self, round_: int) -> list[int]:

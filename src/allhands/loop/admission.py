@@ -6,7 +6,11 @@ It is compared before the worker asks to join, so that one that does not fit end
 from __future__ import annotations
 
 import json
+import zlib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+
+from torch import nn
 
 from allhands.errors import WorldError
 from allhands.launch import worker
@@ -54,10 +58,16 @@ class Terms:
         return ""
 
 
-def terms_of(training: int, model: str, strategy: str) -> Terms:
-    """Those of this process."""
+def terms_of(training: int, models: Mapping[str, nn.Module], strategy: str) -> Terms:
+    """Those of this process, with the models that are trained, by name."""
+    forms = [
+        [name, key, list(parameter.shape)]
+        for name, model in models.items()
+        for key, parameter in model.named_parameters()
+    ]
+    form = f"of {len(forms)} parameters ({zlib.crc32(json.dumps(forms).encode()):08x})"
     script, digest = worker.program
-    return Terms(training, model, strategy, script, digest)
+    return Terms(training, form, strategy, script, digest)
 
 
 def tell(regrouping: Regrouping, own: Terms) -> None:

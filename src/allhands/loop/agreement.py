@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from allhands.comm import calls
+from allhands.comm import broadcast_ints, calls
 from allhands.errors import WorldError
 from allhands.world import World, slurm
 
 if TYPE_CHECKING:
-    from allhands.loop.elastic import Elastic
+    from allhands.loop.elastic_units import ElasticUnits
 
 # Schedulers send SIGTERM to end a job, and SIGUSR1 some time before they do.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -62,7 +62,7 @@ class Agreement:
         world: World,
         save_seconds: float | None,
         signals: tuple[signal.Signals, ...] = SIGNALS,
-        elastic: Elastic | None = None,
+        elastic: ElasticUnits | None = None,
     ) -> None:
         self.world, self._elastic = world, elastic
         if elastic is not None and signal.SIGTERM not in signals:
@@ -118,6 +118,15 @@ class Agreement:
         if self.next != math.inf:
             self.next, self._interval, self._asked_step = step + self._first, 1, step
             self._asked_at = time.monotonic()
+
+    def follow(self, source: int) -> None:
+        """Hold the next round where rank `source` does, which all ranks call together: some have
+        held the last one, or are about to, and others are not as far."""
+        if self.next == math.inf:
+            return
+        own = [int(self.next), self._interval, self._asked_step]
+        given = own if self.world.rank == source else None
+        self.next, self._interval, self._asked_step = broadcast_ints(given, self.world, source)
 
     def ask(self, step: int) -> Decision:
         """Hold a round, after the same `step` on every rank."""

@@ -3,8 +3,6 @@ optimizers; anew where members of the world change."""
 
 from __future__ import annotations
 
-import json
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -37,11 +35,11 @@ class BoundLoop(GroupedLoop, ABC):
         measures: what takes in the losses of each loader that is trained on, by name, and "" of
             steps without one.
         rules: gives what finds out how each loss counts.
-        regrouped: called after members of the world have changed.
     """
 
     #: Every rank has a micro-batch in every step, see `allhands.data.feed`.
     level = False
+    elastic: Elastic | None = None
     checkpoints: LoopCheckpoints
     counts: bool
     slices: Any
@@ -57,13 +55,16 @@ class BoundLoop(GroupedLoop, ABC):
         """Bind it for the first time; the arguments are those of `BaseLoop`."""
         self.settings, self.world, self.reporter, self.task = settings, world, reporter, task
         self._steps: dict[tuple[int, str], OptimizerStep] = {}
-        strategy = settings.strategy.in_words()
-        own = terms_of(Elastic.trainings + 1, self.signature(), strategy)
-        regrouping = regrouping_of(own)
+        regrouping = regrouping_of(
+            terms_of(
+                Elastic.trainings + 1,
+                {name: part.model for name, part in self.parts(settings).items()},
+                settings.strategy.in_words(),
+            )
+        )
         self.elastic = None if regrouping is None else Elastic(self, regrouping)
         self.measures: dict[str, Any] = {}
         self.rules: Callable[[], Iterable[LossRule]] = tuple
-        self.regrouped: Callable[[], None] = lambda: None
         settings.strategy.check(world)
         check_sync_batch_norm(settings.model, world)
         self.groups: dict[str, OptimizerGroup] = {}
@@ -165,7 +166,6 @@ class BoundLoop(GroupedLoop, ABC):
             group.close()
             group.exchange.abandon()
         self._close_feeds()
-        self.checkpoints.abandon()
 
     def give_back(self, keep: bool) -> None:
         """After the training: put what was trained into the user's own objects, on ranks that
@@ -209,12 +209,3 @@ class BoundLoop(GroupedLoop, ABC):
 
     def step_was_taken(self) -> None:
         self._open = None
-
-    def signature(self) -> str:
-        """The form of what is trained, in few words."""
-        forms = [
-            [name, key, list(parameter.shape)]
-            for name, part in self.parts(self.settings).items()
-            for key, parameter in part.model.named_parameters()
-        ]
-        return f"of {len(forms)} parameters ({zlib.crc32(json.dumps(forms).encode()):08x})"

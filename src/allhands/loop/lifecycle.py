@@ -24,7 +24,7 @@ from allhands.loop.times import CHECKPOINTS, Times
 from allhands.world import World
 
 if TYPE_CHECKING:
-    from allhands.loop.elastic import Elastic
+    from allhands.loop.elastic_units import ElasticUnits
 
 
 class TrainingStopped(SystemExit):
@@ -61,9 +61,13 @@ class Lifecycle:
     """
 
     #: Of a training that goes on when members of the world change; else None.
-    elastic: Elastic | None = None
+    elastic: ElasticUnits | None = None
     #: What an epoch is called.
     period = "epoch"
+    #: What `global_step` counts.
+    counted = "optimizer step"
+    #: Called after members of the world have changed.
+    regrouped: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(
         self,

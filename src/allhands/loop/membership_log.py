@@ -11,7 +11,7 @@ from allhands.report import Change, draw_membership
 from allhands.world.regroup import Membership
 
 if TYPE_CHECKING:
-    from allhands.loop.bound_loop import BoundLoop
+    from allhands.loop.lifecycle import Lifecycle
 
 CSV = "membership.csv"
 _COLUMNS = ("time", "membership", "step", "workers", "lost", "joined", "seconds")
@@ -25,7 +25,7 @@ class MembershipLog:
         loop: the training.
     """
 
-    def __init__(self, loop: BoundLoop) -> None:
+    def __init__(self, loop: Lifecycle) -> None:
         self._loop = loop
         self._began, self._began_with = time.time(), loop.world.world_size
 
@@ -39,8 +39,8 @@ class MembershipLog:
         workers = f"{size} worker{'s' if size > 1 else ''}"
         goes = "repeat what was interrupted" if repeats else "go on"
         loop.reporter.line(
-            f"membership {membership.epoch}: {', '.join(what)}; {workers} {goes} after optimizer "
-            f"step {loop.global_step} ({seconds:.2f} s)"
+            f"membership {membership.epoch}: {', '.join(what)}; {workers} {goes} after "
+            f"{loop.counted} {loop.global_step} ({seconds:.2f} s)"
         )
         logdir = loop.settings.logdir
         if loop.world.rank or logdir is None:

@@ -115,6 +115,12 @@ class LocalSGD(LocalSGDSettings, Strategy):
             ", a logdir and save_every to start again from the newest checkpoint",
         )
 
+    def regroup_refused(self) -> str | None:
+        return (
+            "local_sgd has on each worker the steps since the last exchange and an optimizer of "
+            "its own, which are lost with it; write distributed='ddp'"
+        )
+
     def compiled(self, workers: int) -> str | None:
         return "model"
 

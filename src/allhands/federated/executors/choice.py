@@ -56,6 +56,14 @@ class Auto(Executor):
             self.together = self.chosen.together
         self.chosen.train(jobs, states, sink)
 
+    def take(self, name: str | None) -> None:
+        """Go on with what other ranks have chosen; None: with what is chosen next."""
+        if name is None:
+            self.chosen = None if self.server.device.type == "cuda" else self.chosen
+        elif self.chosen is None or self.chosen.name != name:
+            self.chosen = self._make(EXECUTORS[name])
+            self.together = self.chosen.together
+
     def _try(self, jobs: Sequence[CohortMember], states: States) -> Executor:
         kinds: list[type[Executor]] = [Serial, Graph, Stacked]
         seconds, said = [], []
