@@ -262,8 +262,7 @@ class Agent:
                         task, agent, [write for _, write in pipes], [*private, *self.own_fds]
                     )
                 except BaseException:
-                    # Nothing may bring the copy of the agent that this process still is back into
-                    # its loop.
+                    # Nothing may bring this copy of the agent back into its loop.
                     traceback.print_exc()
                     os._exit(1)
                 return True
@@ -425,8 +424,7 @@ def main() -> None:
     code."""
     requests = os.dup(0)
     events = os.dup(1)
-    # Nothing that an import prints may get into the conversation, and workers must not read from
-    # it.
+    # What an import prints stays out of the conversation, and workers do not read from it.
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)

@@ -120,8 +120,7 @@ class Job:
             except KeyboardInterrupt:
                 first = None
             except BrokenPipeError:
-                # Whoever read our output has left, as `head` does; other programs end with this
-                # code then.
+                # Whoever read our output has left, as `head` does.
                 silence_stdout()
                 return 128 + signal.SIGPIPE
         finally:
@@ -284,8 +283,7 @@ class Job:
         """Modules that an agent imports before it forks the processes of this job."""
         if not self.options.preload or self.command.kind == "program":
             return []
-        # An optimizer imports the compiler, on workers and on servers, which would take each of
-        # them more than a second while the others wait.
+        # An optimizer imports the compiler: more than a second each, while the others wait.
         return [*PRELOAD, *(("torch._dynamo",) if self.options.servers else ())]
 
     def _take_in_again(self) -> None:

@@ -164,7 +164,7 @@ class BoundLoop(GroupedLoop, ABC):
         """Let go of what belongs to the group, in which some rank may be gone."""
         for group in self.groups.values():
             group.close()
-            group.exchange.abandon()
+            group.exchange.finish(lost=True)
         self._close_feeds()
 
     def give_back(self, keep: bool) -> None:

@@ -115,12 +115,14 @@ class Exchange:
         """Optimizer steps follow: parameters may have been frozen, unfrozen or replaced, and what
         evaluation and saving have put aside is taken up again."""
 
-    def finish(self) -> None:
-        """The training has ended without an error: leave what `begin` has opened; weights and the
-        optimizer's state are in the objects of the training."""
+    def finish(self, lost: bool = False) -> None:
+        """Leave what `begin` has opened.
 
-    def abandon(self) -> None:
-        """Some rank is gone: leave what `begin` has opened, without a word to the others."""
+        Args:
+            lost: some rank is gone: without a word to the others. Else the training has ended
+                without an error, and weights and the optimizer's state are in its objects after
+                it.
+        """
 
     # ------------------------------------------------------------------ a step
 

@@ -80,8 +80,7 @@ class OptimizerStep:
         # So many ranks see the same samples, and count the same targets.
         self.copies = world.world_size // placement.shares
         self.several_shares = self.copies < world.world_size
-        # Whether losses come as (sum, count), or may; such counts are added up after the backward
-        # passes.
+        # Whether losses come as (sum, count), or may; such counts are added up in the end.
         self.pairs, self.open = bool(rule.pairs), rule.pairs is not False
         self.counts_here = placement.counts
         self.whole = (
@@ -282,11 +281,9 @@ class OptimizerStep:
         if self.pairs:
             loss, weight, factor, count = self._pair(loss)
         self._observe(output, target, loss, factor, count)
-        # a language model's is among its largest tensors, and the backward pass needs it only where
-        # the loss does
+        # among the largest tensors of a language model; the loss keeps what it needs
         del output
-        # The weight enters as the gradient of the loss, which costs nothing; multiplying the loss
-        # would add an operation.
+        # The weight enters as the gradient of the loss; to multiply the loss would be an operation.
         scaler = self.precision.scaler
         try:
             with self.label("backward"):
@@ -403,8 +400,7 @@ class OptimizerStep:
         weight = self._weights.get(value)
         if weight is None:
             weight = torch.tensor(value, dtype=self._loss_dtype, device=self.world.device)
-            # There are two or three values, unless batches are bucketed by size.
-            if len(self._weights) < 64:
+            if len(self._weights) < 64:  # two or three, unless batches are bucketed by size
                 self._weights[value] = weight
         return weight
 
@@ -427,12 +423,9 @@ class OptimizerStep:
 
     def _update(self) -> None:
         with self.label("optimizer"):
-            self._clip_and_apply()
-
-    def _clip_and_apply(self) -> None:
-        self.apply()
-        if self.several:
-            self.exchange.updated()
+            self.apply()
+            if self.several:
+                self.exchange.updated()
 
     def apply(self) -> None:
         """Clip the gradients that lie in the parameters, and take the optimizer's step on this

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from allhands.comm import sum_gradients
+from allhands.comm import broadcast_tensors, calls, sum_gradients
 from allhands.comm.codecs import cast_dtype
 from allhands.errors import UserError
 from allhands.step.exchange import Exchange
@@ -171,12 +171,9 @@ class DDPExchange(Exchange):
             self.trained = trained
             self._lay_out()
 
-    def finish(self) -> None:
+    def finish(self, lost: bool = False) -> None:
         assert self.buckets is not None
         self.buckets.close()
-
-    def abandon(self) -> None:
-        self.finish()
 
     # ------------------------------------------------------------------ a step
 
@@ -199,7 +196,11 @@ class DDPExchange(Exchange):
 
     def updated(self) -> None:
         if self._sharded is not None:
-            self._sharded.share()
+            # also after a change of the optimizer's mode
+            calls.note("sharing updated parameters")
+            with torch.no_grad():
+                for rank, parameters in self._sharded.messages:
+                    broadcast_tensors(parameters, self._world, rank)
 
     def check_equal(self, where: str) -> None:
         check_weights_equal(self._model, [name for name, _ in self.trained], where)

@@ -232,11 +232,11 @@ class KVStoreExchange(Exchange):
     def go_on(self) -> None:
         self.stored.follow()
 
-    def finish(self) -> None:
-        self.stored.close()
-
-    def abandon(self) -> None:
-        self.stored.abandon()
+    def finish(self, lost: bool = False) -> None:
+        if lost:
+            self.stored.abandon()
+        else:
+            self.stored.close()
 
     # ------------------------------------------------------------------ a step
 

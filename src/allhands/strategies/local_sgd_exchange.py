@@ -85,8 +85,9 @@ class LocalSGDExchange(Exchange):
     def go_on(self) -> None:
         self.own.take_up()
 
-    def finish(self) -> None:
-        self.own.settle_all()
+    def finish(self, lost: bool = False) -> None:
+        if not lost:
+            self.own.settle_all()
 
     # ------------------------------------------------------------------ a step
 

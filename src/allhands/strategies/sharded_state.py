@@ -10,11 +10,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn, optim
 
 from allhands.checks import check_choice
-from allhands.comm import broadcast_tensors, calls
 from allhands.strategies.held import Held, dealt, held, nowhere
 from allhands.strategies.model_state import ReplicatedState
 from allhands.strategies.repoint import Read, Repointed, check_elementwise
@@ -79,7 +77,8 @@ class ShardedState(ReplicatedState):
                 described[name] = nowhere(parameter.shape, parameter.dtype)
         #: The parameters that other ranks update.
         self.elsewhere = [plain[name] for name in members if name not in local]
-        self._messages = [
+        #: Ranks, and the parameters that each sends in one message after it has updated them.
+        self.messages = [
             (rank, message)
             for rank in range(world.world_size)
             for message in _messages(
@@ -87,14 +86,6 @@ class ShardedState(ReplicatedState):
             )
         ]
         self._repointed = Repointed(optimizer, plain, described, local, world)
-
-    def share(self) -> None:
-        """After the optimizer's step, or its change of mode: every rank gets what the others have
-        updated."""
-        calls.note("sharing updated parameters")
-        with torch.no_grad():
-            for rank, parameters in self._messages:
-                broadcast_tensors(parameters, self.world, rank)
 
     def optimizer_state(self) -> dict[str, Any]:
         return self._repointed.state_dict()
