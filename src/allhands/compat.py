@@ -122,14 +122,14 @@ def forget_groups() -> None:
 _aborted: list[Any] = []
 
 
-def set_group_timeout(seconds: float) -> None:
-    """Set how long an operation of the default process group waits; PyTorch takes one number for
-    that and for connecting."""
+def set_group_timeout(seconds: float, group: Any = None) -> None:
+    """Set how long an operation of a process group waits, None is the default one; PyTorch takes
+    one number for that and for connecting."""
     from datetime import timedelta
 
     from torch.distributed import distributed_c10d
 
-    distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+    distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def keep_libraries() -> None:

@@ -220,9 +220,9 @@ SHARDED = (
         """    SharedMeasures.share = behind
 
     # "1@5:within": rank 1 is told of the loss after its own part of the update
-    from allhands.strategies.sharded_state import ShardedState
+    from allhands.strategies.ddp_exchange import DDPExchange
 
-    bring = ShardedState.share
+    bring = DDPExchange.updated
 
     def broken(self):
         if f"{os.environ.get('RANK')}@{loop.global_step}:within" in losses:
@@ -230,7 +230,7 @@ SHARDED = (
             raise RuntimeError("the connection is closed")
         bring(self)
 
-    ShardedState.share = broken
+    DDPExchange.updated = broken
 """,
     )
     .replace('endswith((":behind", ":dies"))', 'endswith((":behind", ":within", ":dies"))')
@@ -286,6 +286,32 @@ def test_a_stopped_worker_counts_as_lost_and_one_in_its_place_joins(job: Job) ->
     found = result(job.folder)
     assert found[3] == 2
     assert_same(found, alone(job.folder / "alone", SCRIPT.replace("epochs(3)", "epochs(8)"), 12))
+
+
+# A worker that is started again is lost as the others wait for it, to make the group that saves.
+LOST_AS_IT_JOINS = SCRIPT.replace("epochs(3)", "epochs(12)").replace(
+    "for epoch in",
+    """
+if os.environ.get("ALLHANDS_ELASTIC_JOINS") and not os.path.exists("lost"):
+    import torch.distributed as dist
+
+    def new_group(*args, **options):
+        open("lost", "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    dist.new_group = new_group
+for epoch in""",
+)
+
+
+def test_a_worker_that_is_lost_as_it_joins_is_not_waited_for(job: Job) -> None:
+    words = ("-n", "2", "--elastic", "--max-restarts", "1", job.script(LOST_AS_IT_JOINS), "6")
+    code, out, err = job.run(*words, "0.3", "1@3:SIGKILL", timeout=150)
+    assert code == 0, out + err
+    assert (job.folder / "lost").exists()
+    found = result(job.folder)
+    assert found[3] == 1
+    assert_same(found, alone(job.folder / "alone", LOST_AS_IT_JOINS, 12))
 
 
 def test_a_spare_worker_takes_the_place_of_a_lost_one(job: Job) -> None:

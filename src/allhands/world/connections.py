@@ -14,6 +14,9 @@ from collections.abc import Iterator
 
 # The variable of the workers of an elastic job: with how many workers it begins.
 ELASTIC = "ALLHANDS_ELASTIC"
+# Seconds in which processes that have met just now are to connect. One of them may be lost
+# meanwhile, which nothing tells those that wait for it.
+CONNECT_S = 30.0
 
 # Of each connection, its descriptor and what tells whether that still is the same one.
 _noted: list[tuple[int, tuple[int, int]]] = []

@@ -18,7 +18,7 @@ from typing import Any
 from allhands.compat import abort_group, forget_groups, set_group_timeout
 from allhands.errors import WorldError
 from allhands.world import connections, group, interface
-from allhands.world.connections import ELASTIC
+from allhands.world.connections import CONNECT_S, ELASTIC
 from allhands.world.group import JOINS, World
 from allhands.world.layout import Layout
 from allhands.world.membership import SupersededError
@@ -29,8 +29,6 @@ from allhands.world.request import DEFAULT_TIMEOUT
 KEY = "elastic/membership"
 STOP_KEY = "elastic/stop"
 TERMS_KEY = "elastic/terms"
-# Seconds in which processes that have met just now are to connect.
-_CONNECT_S = 30.0
 # Seconds for aborting a group.
 _ABORT_S = 60.0
 _LOOK_EVERY = 0.05
@@ -250,7 +248,7 @@ def _regroup(epoch: int, rank: int, size: int, superseded: Callable[[], bool]) -
     world = state.world
     if superseded():
         raise SupersededError("the members of the world have changed again")
-    group.make_group(store, world.backend, world.device, Layout(rank, size), _CONNECT_S)
+    group.make_group(store, world.backend, world.device, Layout(rank, size), CONNECT_S)
     set_group_timeout(seconds)
     state.made_group = True
     hosts = list(dict.fromkeys(other.host for other in members))

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from allhands.comm import broadcast_ints
+from allhands.compat import set_group_timeout
 from allhands.errors import WorldError
 from allhands.loop.checkpoint import folder as folders
 from allhands.loop.checkpoint import tree
@@ -58,8 +59,12 @@ class Saver:
         if world is not None and self.size > 1:
             # The thread talks while the training does: in a group of its own, or their messages
             # would mix.
+            connect = DISK_TIMEOUT
+            if os.environ.get(connections.ELASTIC):
+                connect = timedelta(seconds=connections.CONNECT_S)
             with connections.noted():
-                self.group = dist.new_group(backend="gloo", timeout=DISK_TIMEOUT)
+                self.group = dist.new_group(backend="gloo", timeout=connect)
+            set_group_timeout(DISK_TIMEOUT.total_seconds(), self.group)
             self.owner = broadcast_ints([os.getpid()] if self.rank == 0 else None, world)[0]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="allhands-checkpoint")
         self._thread.submit(_prepare)
