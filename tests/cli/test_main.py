@@ -120,7 +120,9 @@ def test_a_shell_completes_commands_options_and_keys(line: str, found: list[str]
 
 
 def test_completion_can_be_installed_and_costs_other_calls_nothing(tmp_path: Path) -> None:
-    environment = {**os.environ, "HOME": str(tmp_path)}
+    # Typer asks the processes above for the shell, and knows few of them.
+    named = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1", "HOME": str(tmp_path)}
+    environment = {**os.environ, **named}
     words = command("--show-completion", "bash")
     done = subprocess.run(words, capture_output=True, text=True, env=environment)
     assert "_ALLHANDS_COMPLETE=complete_bash" in done.stdout, done.stderr

@@ -23,7 +23,7 @@ class Training:
         self.reporter = SimpleNamespace(line=self.lines.append)
         self.world = SimpleNamespace(rank=0, world_size=workers)
         self.settings = SimpleNamespace(logdir=logdir)
-        self.global_step = 0
+        self.global_step, self.counted = 0, "optimizer step"
 
 
 def log_of(training: Any) -> MembershipLog:

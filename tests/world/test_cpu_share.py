@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from allhands.world import cpu_share
+from allhands.world import cores, cpu_share
 from allhands.world.environments.slurm import cpus_of_task
 from allhands.world.membership import Member
 
@@ -38,8 +38,8 @@ def test_processes_of_a_host_share_what_they_may_use(places, share):
 
 
 def test_own_mask_has_the_cores_of_this_process():
-    mask = int(cpu_share.own_mask(), 16)
-    assert mask.bit_count() == cpu_share.cores()
+    mask = int(cores.own_mask(), 16)
+    assert mask.bit_count() == cores.cores()
     assert all(mask >> core & 1 for core in os.sched_getaffinity(0))
 
 
@@ -66,7 +66,7 @@ def test_what_slurm_gives_a_task(variables, cpus):
 def four_cores(monkeypatch):
     """torch as it is on four cores; its threads are given back."""
     before = torch.get_num_threads()
-    monkeypatch.setattr(cpu_share, "_usable", lambda: {0, 1, 2, 3})
+    monkeypatch.setattr(cpu_share, "usable_cores", lambda: {0, 1, 2, 3})
     monkeypatch.setattr(cpu_share, "_physical", len)
     torch.set_num_threads(4)
     yield

@@ -27,7 +27,7 @@ from allhands.launch.processes import gpus
 from allhands.launch.protocol import MARK
 from allhands.launch.slurm import Allocation, SlurmNode, allocation, submit
 from allhands.launch.ssh import SshHost
-from allhands.world.cpu_share import cores
+from allhands.world.cores import cores
 
 
 def launch(

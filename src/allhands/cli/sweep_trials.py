@@ -18,7 +18,7 @@ from typing import Any
 from allhands.cli.run_folder import read_folder
 from allhands.errors import UserError
 from allhands.launch.processes import gpus
-from allhands.world.cpu_share import cores
+from allhands.world.cores import cores
 
 Propose = Callable[[int], dict[str, Any] | None]
 

@@ -40,6 +40,7 @@ _SENT = (
     "allhands.wire.silence",
     "allhands.wire.acceptor",
     "allhands.wire",
+    "allhands.world.cores",
     "allhands.world.interface",
     "allhands.doctor.host_facts",
     "allhands.doctor.probe_network",

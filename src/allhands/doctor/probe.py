@@ -41,7 +41,7 @@ from allhands.doctor.probe_network import (
     threads,
 )
 from allhands.wire import Acceptor
-from allhands.world.cpu_share import cores
+from allhands.world.cores import cores
 from allhands.world.interface import reachable_addresses
 
 # It cannot outlive a connection whose end nobody tells it, as after a power cut.

@@ -12,7 +12,7 @@ from typing import Any
 from allhands.errors import UserError
 from allhands.launch import horovod_alias, processes
 from allhands.launch.python import versions
-from allhands.world.cpu_share import cores
+from allhands.world.cores import cores
 
 
 def set_up(

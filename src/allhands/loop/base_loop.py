@@ -23,6 +23,7 @@ from allhands.loop.bound_loop import BoundLoop
 from allhands.loop.compiling import compiling
 from allhands.loop.generators import generator_states
 from allhands.loop.history import Values
+from allhands.loop.lifecycle import TIME_OVER
 from allhands.loop.loader_steps import LoaderSteps
 from allhands.loop.logged import Logged
 from allhands.loop.loop_checkpoints import LoopCheckpoints
@@ -210,7 +211,10 @@ class BaseLoop(BoundLoop):
         if self.settings.logdir is not None:
             self.unit(lambda: self._save_between_epochs(best, values))
             self.agreement.saved()
-            self.signal = self.ask().signal
+            decision = self.ask()
+            self.signal = decision.signal
+            if decision.over:
+                self.stop(TIME_OVER)
 
     def _save_between_epochs(self, best: bool, values: Values) -> None:
         with self.times.of(CHECKPOINTS):

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from allhands.loop.elastic_units import ElasticUnits
 
 
+# Why a training ends whose time has passed.
+TIME_OVER = "its time is over"
+
+
 class TrainingStopped(SystemExit):
     """The training ends in the middle of an epoch, on all ranks.
 
@@ -287,7 +291,7 @@ class Lifecycle:
         if decision.save and within is not None:
             within[1]()
         if decision.over:
-            self.stop("its time is over", now=True)
+            self.stop(TIME_OVER, now=True)
         if decision.changed and not evaluates and self.elastic is not None:
             self.elastic.take_in()
 

@@ -48,7 +48,8 @@ class MembershipLog:
         path = logdir / CSV
         rows: list[tuple[Any, ...]] = [] if path.exists() else [_COLUMNS]
         # A rank that is the first since a change goes on with what others have written.
-        if not any(float(row["time"]) > self._began for row in read_rows(path)):
+        # The file has milliseconds.
+        if not any(float(row["time"]) >= round(self._began, 3) for row in read_rows(path)):
             rows.append((f"{self._began:.3f}", 0, "", self._began_with, "", 0, 0))
         now, took = f"{time.time():.3f}", f"{seconds:.3f}"
         rows.append((now, membership.epoch, loop.global_step, size, lost, joined, took))

@@ -25,7 +25,7 @@ from allhands.loop.reporter import (
 )
 from allhands.strategies import DDP, Single, Strategy, strategy_named
 from allhands.world import Layout, World, current_world, detect, finalize, init, slurm
-from allhands.world.cpu_share import cores
+from allhands.world.cores import cores
 from allhands.world.regroup import began_with
 
 # Seconds that workers have for a last checkpoint, once they are asked to leave.

@@ -10,7 +10,7 @@ import torch
 from allhands.launch import spawn
 from allhands.loop.workers import gather_nodes, node_task, world_around
 from allhands.world import finalize, init
-from allhands.world.cpu_share import cores
+from allhands.world.cores import cores
 
 
 def distributed_cmd_run(

@@ -27,7 +27,7 @@ from allhands.verify.noise import judge
 from allhands.verify.probes import NoProbe, listed
 from allhands.verify.report import Report
 from allhands.verify.runs import CannotVary, Runs, Subject, Trace, Variation, leaves_on_sigterm
-from allhands.world.cpu_share import cores
+from allhands.world.cores import cores
 
 if TYPE_CHECKING:
     from allhands.verify.causes import Case

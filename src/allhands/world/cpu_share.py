@@ -1,29 +1,19 @@
-"""The processor cores that this process may use, and its part of them beside other processes."""
+"""This process's part of the processor cores, beside other processes."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from allhands.world.cores import usable as usable_cores
 from allhands.world.environments.slurm import cpus_of_task
 from allhands.world.layout import Environ
 from allhands.world.membership import Member
 
 # Each says how many threads torch computes with, when it is loaded.
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-
-
-def cores() -> int:
-    """Processor cores that this process may use."""
-    return len(_usable())
-
-
-def own_mask() -> str:
-    """The cores that this process may use, as the bits of a hexadecimal number."""
-    return f"{sum(1 << core for core in _usable()):x}"
 
 
 def share_of(members: Sequence[Member], rank: int) -> float:
@@ -51,7 +41,7 @@ def limit_threads(
     """
     import torch
 
-    before, usable = torch.get_num_threads(), _usable()
+    before, usable = torch.get_num_threads(), usable_cores()
     if any(environ.get(name) for name in _VARIABLES):
         return None
     if before not in (len(usable), _physical(usable)):
@@ -70,12 +60,6 @@ def limit_threads(
             torch.set_num_threads(before)
 
     return restore
-
-
-def _usable() -> set[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return set(range(os.cpu_count() or 1))
 
 
 def _physical(usable: set[int]) -> int:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from allhands.errors import AllhandsError, WorldError
 from allhands.world import cpu_share, failure_detector, interface, mpilib
 from allhands.world.connections import noted
+from allhands.world.cores import own_mask
 from allhands.world.detection import find_environment
 from allhands.world.devices import choose_backend, only_gpu_name, pick_device, visible_gpus
 from allhands.world.layout import Environ, Layout
@@ -223,7 +224,7 @@ def _start(request: InitRequest, environ: Environ) -> _State:
         gpus=gpus,
         gpu=only_gpu_name(gpus),
         address=opened.own_address,
-        cores=cpu_share.own_mask(),
+        cores=own_mask(),
     )
     if environ.get(JOINS) == "1":
         opened.everyone_came()

@@ -45,7 +45,7 @@ class Member:
     gpus: int = 0
     gpu: str = ""
     address: str = ""  # its own address on the route to rank 0, "" when unknown
-    cores: str = ""  # those that it may use, see `cpu_share.own_mask`
+    cores: str = ""  # those that it may use, see `cores.own_mask`
 
 
 def host_id() -> str:
