@@ -175,8 +175,8 @@ def assert_same(mine: list[Any], theirs: list[Any], most: float = 1e-5) -> None:
         ["1@3:SIGKILL", "2@3:SIGKILL"],
         ["1@4:SIGTERM"],
         # rank 0 has not taken the step that rank 1 has, and the other way round
-        ["2@6:SIGKILL", "0@5:behind"],
-        ["2@6:SIGKILL", "1@5:behind"],
+        ["2@5:dies", "0@5:behind"],
+        ["2@5:dies", "1@5:behind"],
         # rank 1 asks the others meanwhile whether to go on, and rank 0 has that before it
         ["2@6:dies", "0@6:behind"],
         ["2@0:dies", "1@0:behind"],
@@ -200,7 +200,7 @@ def test_the_others_go_on_with_the_same_result(job: Job, losses: list[str]) -> N
 def test_other_strategies_go_on_too(job: Job, strategy: str) -> None:
     text = SCRIPT.replace('logdir="logs"', f"clip_norm=1.0, strategy=allhands.{strategy}")
     code, out, err = job.run(
-        "-n", "3", "--elastic", job.script(text), "4", "0", "2@6:SIGKILL", "0@5:behind"
+        "-n", "3", "--elastic", job.script(text), "4", "0", "2@5:dies", "0@5:behind"
     )
     assert code == 0, out + err
     found = result(job.folder)
