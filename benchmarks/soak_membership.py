@@ -46,6 +46,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import allhands
 
 batch, epochs, pause, device = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
+steps = epochs * -(-403 // int(sys.argv[5]))
 torch.manual_seed(0)
 x = torch.randn(403, 20)
 y = (x @ torch.randn(20, 5)).argmax(1)
@@ -72,7 +73,8 @@ for epoch in loop.epochs(epochs):
     for batch in epoch.train:
         loop.step(loss_of, batch)
         trains.touch()
-        time.sleep(pause)
+        if not Path("done").exists():  # the training lasts as long as there are events to come
+            time.sleep(pause * (1 if loop.global_step < steps / 2 else 8))
     epoch.evaluate("valid", loss_of)
 if loop.main:
     torch.save({name: p.detach().cpu() for name, p in model.named_parameters()}, "final.pt")
@@ -82,7 +84,7 @@ if loop.main:
 
 def run_alone(folder: Path, script: Path, batch: int, epochs: int, device: str) -> None:
     """Train in one process, undisturbed."""
-    words = [sys.executable, str(script), str(batch), str(epochs), "0", device]
+    words = [sys.executable, str(script), str(batch), str(epochs), "0", device, str(batch)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run(words, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
 
@@ -102,22 +104,26 @@ def disturb(
     job: subprocess.Popen[bytes],
     folder: Path,
     draw: random.Random,
+    events: int,
     gap: float,
     leaves: int,
     seconds: float,
 ) -> dict[str, int]:
-    """Let workers die until the job ends, or is ended after `seconds`; how often, by kind."""
+    """Let workers die, so many times, or until the job is ended after `seconds`; how often, by
+    kind. Then let it come to its end."""
     ends = time.monotonic() + seconds
     done = {"SIGKILL": 0, "SIGSTOP": 0, "SIGTERM": 0}
     gone: set[int] = set()
     while job.poll() is None:
+        if sum(done.values()) >= events:
+            (folder / "done").touch()
         if time.monotonic() > ends:
             job.terminate()
             job.wait()
             break
         time.sleep(min(3 * gap, draw.expovariate(1 / gap)))
         # Sometimes two at once, or one while the others make up for another.
-        for _ in range(draw.choice((1, 1, 1, 2))):
+        for _ in range(min(draw.choice((1, 1, 1, 2)), events - sum(done.values()))):
             living = sorted(set(training(folder)) - gone)
             if len(living) < 2:
                 break
@@ -141,10 +147,9 @@ def soak(
     events: int, workers: int, device: str, seed: int, gap: float, seconds: float
 ) -> dict[str, Any]:
     """One job; what has happened, with "wrong": what should not have."""
-    draw, batch, pause = random.Random(seed), 8, 0.02
-    steps = -(-403 // (batch * workers))
+    draw, batch, pause = random.Random(seed), 8, 0.25
     # A joining worker takes some seconds to start, in which nobody else may be left to kill.
-    epochs = max(3, int(events * gap * 1.5 / (steps * pause)))
+    epochs = max(3, int(events * (gap + 8) / pause * batch * workers / 403))
     with tempfile.TemporaryDirectory() as name:
         alone, together = Path(name, "alone"), Path(name, "together")
         alone.mkdir()
@@ -153,7 +158,7 @@ def soak(
         script.write_text((HOST_NAME if device == "cuda" else "") + SCRIPT)
         run_alone(alone, script, batch * workers, epochs, device)
         words = ["launch", "-n", str(workers), "--elastic", "--max-restarts", "1000000"]
-        words += [str(script), str(batch), str(epochs), str(pause), device]
+        words += [str(script), str(batch), str(epochs), str(pause), device, str(batch * workers)]
         program = "from allhands.cli.main import main; main()"
         environment = os.environ | {"ALLHANDS_SOAK": str(os.getpid()), "OMP_NUM_THREADS": "1"}
         began = time.monotonic()
@@ -165,7 +170,7 @@ def soak(
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
-            done = disturb(job, together, draw, gap, workers - 2, seconds)
+            done = disturb(job, together, draw, events, gap, workers - 2, seconds)
         said = (together / "log").read_text(errors="replace")
         waits = [
             float(line.rpartition("(")[2].removesuffix(" s)"))
@@ -184,7 +189,9 @@ def soak(
             else None,
         }
         wrong = [] if job.returncode == 0 else [f"exit code {job.returncode}"]
-        if not wrong:
+        if sum(done.values()) < events:
+            wrong.append(f"{sum(done.values())} of {events} events before the training had ended")
+        if job.returncode == 0:
             mine, theirs = (json.loads((f / "final.json").read_text()) for f in (together, alone))
             found["difference"] = difference(together, alone)
             if found["difference"] > 1e-5:
