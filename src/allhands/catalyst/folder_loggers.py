@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ class ConsoleLogger:
         only_default("ConsoleLogger", log_hparams=(log_hparams, False))
 
 
-class FolderLogger(allhands.runner.Callback):
+class FolderLogger(allhands.runner.Callback, ABC):
     """Writes the history's rows, from the first process.
 
     Args:
@@ -56,8 +57,9 @@ class FolderLogger(allhands.runner.Callback):
         if training.world.is_main:
             self._write(training.history)
 
+    @abstractmethod
     def _write(self, history: Mapping[str, Any]) -> None:
-        raise NotImplementedError
+        """Write what the history's last row adds."""
 
 
 class CSVLogger(FolderLogger):

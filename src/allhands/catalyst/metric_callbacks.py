@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -58,7 +59,7 @@ class _KeyedCallback(MetricCallback):
         super().__init__(metrics=metrics, keys=_keys(input_key, target_key))
 
 
-class _TopKCallback(_KeyedCallback):
+class _TopKCallback(_KeyedCallback, ABC):
     """A measure of the first `k`, as ``name01``, ``name03``, …, and ``name``, the first of them.
 
     Args:
@@ -81,8 +82,9 @@ class _TopKCallback(_KeyedCallback):
         measures[self.name, ""] = own[first[0]]
         super().__init__(measures, input_key, target_key, **given)
 
+    @abstractmethod
     def _of_first(self, k: int) -> Any:
-        raise NotImplementedError
+        """What measures the first `k`."""
 
 
 class AccuracyCallback(_TopKCallback):
