@@ -116,6 +116,29 @@ def test_exit_codes_and_tracebacks(job: Any, body: str, code: int) -> None:
     assert ours[2].partition("allhands: ")[0] == python.stderr
 
 
+@pytest.mark.parametrize(
+    ("end", "code", "words"),
+    [
+        ("sys.exit('no way')", 1, "no way\n"),
+        ("1 / 0", 1, "ZeroDivisionError: division by zero\n"),
+        ("raise KeyboardInterrupt", 130, "KeyboardInterrupt\n"),
+    ],
+)
+def test_a_program_with_torch_ends_with_the_interpreter_up(
+    job: Any, end: str, code: int, words: str
+) -> None:
+    """Native threads of PyTorch's abort a process that takes the interpreter down around them."""
+    script = job.script(
+        "import atexit, sys, torch\n"
+        "class Thing:\n    def __del__(self): print('deleted')\n"
+        "thing = Thing()\n"
+        "atexit.register(print, 'atexit')\n" + end
+    )
+    ours = job.run("-n", "1", "--no-prefix", script)
+    assert ours[:2] == (code, "atexit\n")
+    assert ours[2].partition("allhands: ")[0].endswith(words)
+
+
 def test_teardown_is_pythons_own(job: Any) -> None:
     script = job.script(
         "import atexit, sys, threading, time, weakref\n"

@@ -248,7 +248,9 @@ def run(task: dict[str, Any]) -> None:
         code = leave.code & 0xFF if isinstance(leave.code, int) else 0 if leave.code is None else 1
         exit_code = code
         _report({"leaving": code, "at": time.monotonic()})
-        if _leaves_the_interpreter_up(task) and isinstance(leave.code, int | None):
+        if _leaves_the_interpreter_up(task):
+            if not isinstance(leave.code, int | None):
+                print(leave.code, file=sys.stderr)
             _end(code)
         raise
     except BaseException as error:
@@ -262,11 +264,12 @@ def run(task: dict[str, Any]) -> None:
         if "function" not in task:
             sys.excepthook(type(error), error, error.__traceback__)
         signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
-        if isinstance(error, KeyboardInterrupt):
+        interrupted = isinstance(error, KeyboardInterrupt)
+        if _leaves_the_interpreter_up(task):
+            _end(1, signal.SIGINT if interrupted else None)
+        if interrupted:
             sys.excepthook = lambda *_: None
             raise
-    if "function" in task:
-        _end(1)
     sys.exit(1)
 
 
@@ -275,9 +278,9 @@ def _leaves_the_interpreter_up(task: dict[str, Any]) -> bool:
     return "function" in task or "torch" in sys.modules
 
 
-def _end(code: int) -> NoReturn:
+def _end(code: int, number: signal.Signals | None = None) -> NoReturn:
     """End a worker whose task is over, as multiprocessing's children end: threads and exit handlers
-    run, but the interpreter is not taken down.
+    run, but the interpreter is not taken down. With the number of a signal, by that signal.
 
     PyTorch's native threads sometimes abort a process that takes the interpreter down around them
     ("terminate called without an active exception"), which would make a failure of a job that has
@@ -287,6 +290,9 @@ def _end(code: int) -> NoReturn:
     compat.keep_libraries()
     atexit._run_exitfuncs()
     _flush()
+    if number is not None:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
     os._exit(code)
 
 
