@@ -196,7 +196,9 @@ def test_the_others_go_on_with_the_same_result(job: Job, losses: list[str]) -> N
     assert len((job.folder / "logs" / "metrics.csv").read_text().splitlines()) == 4
 
 
-@pytest.mark.parametrize("strategy", ["KVStore(update='worker')", "DDP(compress='bf16')"])
+@pytest.mark.parametrize(
+    "strategy", ["KVStore()", "KVStore(update='worker')", "DDP(compress='bf16')"]
+)
 def test_other_strategies_go_on_too(job: Job, strategy: str) -> None:
     text = SCRIPT.replace('logdir="logs"', f"clip_norm=1.0, strategy=allhands.{strategy}")
     code, out, err = job.run(
@@ -205,6 +207,9 @@ def test_other_strategies_go_on_too(job: Job, strategy: str) -> None:
     assert code == 0, out + err
     found = result(job.folder)
     assert found[3] == 2
+    assert ("each worker keeps the whole state of the optimizer" in out) == (
+        strategy == "KVStore()"
+    )
     plain = text.replace(f"strategy=allhands.{strategy}", "strategy=None")
     # Gradients that are rounded to bf16 have other last bits with other shares.
     assert_same(found, alone(job.folder / "alone", plain, 12), 0.01 if "bf16" in strategy else 1e-5)

@@ -125,3 +125,31 @@ def test_what_clients_keep_on_a_worker_is_named(job: Job) -> None:
     assert code != 0
     assert "a lost worker ends this training in spite of --elastic: clients keep 'control'" in out
     assert "cannot go on without starting again: clients keep" in out + err
+
+
+COALA = """
+import torch
+import allhands.federated as coala
+
+torch.manual_seed(0)
+x = torch.randn(40, 1, 4, 4)
+y = x.flatten(1).argmax(1) % 3
+coala.register_dataset((x, y), (x, y))
+coala.register_model(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 3)))
+coala.init({
+    "gpu": GPU, "data": {"num_of_clients": 4},
+    "server": {"rounds": 1, "clients_per_round": 2}, "client": {"local_epoch": 1},
+})
+coala.run()
+"""
+
+
+def test_coala_says_at_its_start_that_it_cannot_go_on(job: Job) -> None:
+    script = job.script(COALA.replace("GPU", "2"))
+    code, out, err = job.run("-n", "2", "--elastic", script)
+    assert code == 0, out + err
+    said = "a lost worker ends this training in spite of --elastic: COALA's server and clients"
+    assert out.count(said) == 1
+    code, out, err = job.run("-n", "2", script)
+    assert code == 0, out + err
+    assert "--elastic" not in out

@@ -18,6 +18,7 @@ from allhands.federated.rounds import History, Rounds
 from allhands.loop import checkpoint
 from allhands.loop.agreement import Decision
 from allhands.loop.announce import report_epoch
+from allhands.loop.joining import ends_with_a_worker
 from allhands.loop.lifecycle import Lifecycle
 from allhands.loop.loggers import Loggers, wanted
 from allhands.loop.peak import in_words, taken
@@ -323,9 +324,7 @@ class RoundLoop(Lifecycle):
         if self.schedule.scheduler is not None:
             self.reporter.line(f"{type(self.schedule.scheduler).__name__} steps once a round")
         if self.elastic is not None and (why := self.elastic.refused()):
-            self.reporter.line(
-                f"note: a lost worker ends this training in spite of --elastic: {why}"
-            )
+            self.reporter.line(ends_with_a_worker(why))
         if note:
             self.reporter.line(note)
 

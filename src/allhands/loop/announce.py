@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from allhands.loop.joining import ends_with_a_worker
 from allhands.report.table_layout import value_text
 from allhands.world import slurm
 
@@ -32,7 +33,7 @@ def announce(loop: GroupedLoop, schedule_note: str) -> None:
         if group.schedule.scheduler is not None:
             loop.reporter.line(group.schedule.describe())
     if loop.elastic is not None and (why := loop.elastic.refused()):
-        loop.reporter.line(f"note: a lost worker ends this training in spite of --elastic: {why}")
+        loop.reporter.line(ends_with_a_worker(why))
     if schedule_note:
         loop.reporter.line(schedule_note)
     if settings.logdir is None and slurm.wants_requeue(os.environ):

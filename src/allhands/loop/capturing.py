@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from allhands.launch import worker
+from allhands.loop.joining import in_elastic_job
 from allhands.loop.settings import LoopSettings
 from allhands.loop.task import Task
 from allhands.step import cannot_capture
 from allhands.world import World
-from allhands.world.regroup import began_with
 
 
 def captures_steps(
@@ -44,7 +43,7 @@ def _refusal(settings: LoopSettings, world: World, own_calls: str, scales: bool)
         return (
             f"the device is '{world.device.type}', and CUDA graphs are what steps are captured in"
         )
-    if began_with() is not None and worker.active():
+    if in_elastic_job():
         return (
             "--elastic lets the ranks tell one another in each step what they have measured, which "
             "is not captured"

@@ -15,6 +15,16 @@ _SIGNS = ("gloo", "NCCL", "nccl", "onnection", "peer", "aborted", "ProcessGroup"
 _regrouping: Regrouping | None = None
 
 
+def in_elastic_job() -> bool:
+    """Whether this process is a worker of a job whose members may change."""
+    return began_with() is not None and worker.active()
+
+
+def ends_with_a_worker(why: str) -> str:
+    """The line for a training of an elastic job that a lost worker ends, and why, as a sentence."""
+    return f"note: a lost worker ends this training in spite of --elastic: {why}"
+
+
 def regrouping_of(own: Terms) -> Regrouping | None:
     """The memberships of this process's world; None where its members never change. A process that
     was started in the place of a lost one waits until it is taken in.
@@ -28,7 +38,7 @@ def regrouping_of(own: Terms) -> Regrouping | None:
         WorldError: this process does not fit those that it is to join.
     """
     global _regrouping
-    if began_with() is None or not worker.active():
+    if not in_elastic_job():
         return None
     if _regrouping is None:
         _regrouping = Regrouping(worker.fail)

@@ -38,7 +38,8 @@ class KVStore(KVStoreSettings, Strategy):
         servers: how many to start; None takes those of the job (``allhands launch -s``), or none.
         staleness: for "ssp". With 0, it is "sync".
         update: who runs the optimizer: the "store", or with "sync" each "worker" for itself, on the
-            sum of the gradients.
+            sum of the gradients. None is "store"; in an elastic job without servers it is "worker",
+            as a lost worker would take its part of a store with it.
         check_weights_every: compare the ranks' weights every so many optimizer steps (and at the
             end of each epoch), with "sync"; 0 never compares.
         compress: send gradients, and with "sync" the weights that come back, in fewer bits: "fp16",
@@ -109,7 +110,7 @@ class KVStore(KVStoreSettings, Strategy):
         if self.takes_step:
             return (
                 "KVStore(update='store') has 1/N of the optimizer's state on each worker, which is "
-                "lost with it; write KVStore(update='worker')"
+                "lost with it; leave update out, or write KVStore(update='worker')"
             )
         if self.compress is not None:
             return (

@@ -224,6 +224,11 @@ class KVStoreExchange(Exchange):
     ) -> None:
         self.stored, self.alone = stored, settings.alone
         self._settings, self._scaler = settings, scaler
+        if settings.chosen_for_elastic:
+            self.notes = [
+                "--elastic: each worker keeps the whole state of the optimizer, as with "
+                "KVStore(update='worker'); a store would have 1/N of it on each"
+            ]
         self._stale: list[float] = []
 
     def begin(self, step: int) -> None:

@@ -11,8 +11,10 @@ from allhands.comm.codecs import NO_CODEC
 from allhands.comm.compress import merged_old
 from allhands.errors import UserError
 from allhands.kvstore.chunk_compression import both_ways
+from allhands.kvstore.credentials import servers_of_job
 from allhands.kvstore.rules import rules_of
 from allhands.kvstore.store_modes import mode_named
+from allhands.world.regroup import began_with
 
 _MODES = ("sync", "async", "ssp")
 
@@ -27,14 +29,17 @@ class KVStoreSettings:
         narrows_weights: weights come back in fewer bits.
         exact: see `Strategy`.
         options: those of `allhands.kvstore.create`.
+        chosen_for_elastic: `update` is "worker" because none was given, in an elastic job.
     """
+
+    chosen_for_elastic = False
 
     def __init__(
         self,
         mode: str = "sync",
         servers: int | None = None,
         staleness: int | None = None,
-        update: str = "store",
+        update: str | None = None,
         check_weights_every: int = 1000,
         compression: Mapping[str, Any] | None = None,
         damping: bool = False,
@@ -54,6 +59,10 @@ class KVStoreSettings:
                 f"KVStore(mode={mode!r}, staleness={staleness!r}): only mode='ssp' bounds "
                 "staleness; leave it out"
             )
+        if update is None:
+            whole = mode == "sync" and compress is None and compression is None
+            self.chosen_for_elastic = whole and not servers and _is_elastic()
+            update = "worker" if self.chosen_for_elastic else "store"
         check_choice("update", update, ("store", "worker"), of="KVStore")
         self.mode, self.servers, self.staleness, self.update = mode, servers, staleness, update
         self.alone = mode != "sync" and staleness != 0
@@ -163,3 +172,8 @@ class KVStoreSettings:
             f"KVStore(mode={self.mode!r}, servers=1, …), or start the "
             "job with `allhands launch -s 1 …`"
         )
+
+
+def _is_elastic() -> bool:
+    """Whether workers may be lost that would hold a part of the store."""
+    return began_with() is not None and not servers_of_job()

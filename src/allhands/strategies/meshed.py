@@ -103,6 +103,13 @@ class Meshed(Strategy):
             )
         return None
 
+    def regroup_refused(self) -> str | None:
+        return (
+            f"strategy '{self.in_words()}' keeps parts of the model on each worker, which are lost "
+            "with it; where there are several copies of them (dp), those that are whole do not go "
+            "on by themselves yet"
+        )
+
     # ------------------------------------------------------------------ who sees what
 
     def shares(self, workers: int) -> int:

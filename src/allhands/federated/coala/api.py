@@ -28,7 +28,13 @@ from allhands.federated.executors import Executor, ExecutorContext
 from allhands.federated.federated_training import make_executor
 from allhands.federated.local_training import LocalOptimizer, LocalTraining
 from allhands.federated.row_layout import RowLayout
+from allhands.loop.joining import ends_with_a_worker, in_elastic_job
 from allhands.world import World
+
+_NOT_ELASTIC = (
+    "COALA's server and clients are objects in each process, which may keep a state of their own; "
+    "write SupervisedRunner().train(distributed=Federated(…)), whose rounds go on"
+)
 
 
 @dataclass
@@ -203,6 +209,8 @@ def run() -> Result:
         raise UserError("run was called twice; call init again for another training")
     server, rounds, pool = _build(federation)
     rounds.say(_describe(federation, rounds))
+    if in_elastic_job():
+        rounds.say(ends_with_a_worker(_NOT_ELASTIC))
     server.start(rounds.model(), pool)
     result = Result(rounds.history, rounds.model().cpu())
     # What was trained is let go now, with its share of the world's store, which must not outlive

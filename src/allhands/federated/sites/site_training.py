@@ -40,6 +40,7 @@ from allhands.federated.sites.settings import Sites
 from allhands.federated.sites.site_rounds import SiteClients, SiteRounds
 from allhands.federated.sites.update_validator import UpdateValidator
 from allhands.federated.strategy import Federated
+from allhands.loop.joining import ends_with_a_worker, in_elastic_job
 from allhands.loop.reporter import Reporter
 from allhands.loop.workers import Plan
 from allhands.runner.supervised import SupervisedRunner
@@ -123,6 +124,12 @@ class SiteLoop(RoundLoop):
             f"({', '.join(rounds.roll.names)}); {rounds.per_round} a round, {rounds.roll.needed} "
             f"must be there; {rounds.rounds} rounds; seed {self.settings.seed}"
         )
+        if in_elastic_job():
+            self.reporter.line(
+                ends_with_a_worker(
+                    "its one worker is the server of the sites; a site that is lost does not end it"
+                )
+            )
         if note:
             self.reporter.line(note)
 
