@@ -181,6 +181,7 @@ MODULES_TWICE = {
     "certificates": "a subcommand and what it calls",
     "collectives": "the same operations under three libraries' names",
     "compression": "Horovod's names for torch and for TensorFlow",
+    "reductions": "Horovod's names for torch and for TensorFlow",
     "elastic": "Horovod's names for torch, TensorFlow and Keras",
     "metrics": "those of the runner, and Catalyst's names",
     "mpi": "how MPI starts processes, and what it tells them",

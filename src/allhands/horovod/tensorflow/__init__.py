@@ -51,18 +51,7 @@ from allhands.horovod.reduce_ops import (
     Sum,
 )
 from allhands.horovod.tensorflow import elastic
-from allhands.horovod.tensorflow.collectives import (
-    allgather,
-    allreduce,
-    alltoall,
-    barrier,
-    broadcast,
-    grouped_allgather,
-    grouped_allreduce,
-    grouped_reducescatter,
-    join,
-    reducescatter,
-)
+from allhands.horovod.tensorflow.collectives import alltoall, barrier, broadcast, join
 from allhands.horovod.tensorflow.compression import Compression
 from allhands.horovod.tensorflow.gradients import (
     DistributedGradientTape,
@@ -75,6 +64,14 @@ from allhands.horovod.tensorflow.queries import (
     process_set_included_op,
     rank_op,
     size_op,
+)
+from allhands.horovod.tensorflow.reductions import (
+    allgather,
+    allreduce,
+    grouped_allgather,
+    grouped_allreduce,
+    grouped_reducescatter,
+    reducescatter,
 )
 from allhands.horovod.tensorflow.sync_batch_norm import SyncBatchNormalization
 from allhands.horovod.tensorflow.variables import (

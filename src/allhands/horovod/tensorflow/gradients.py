@@ -13,8 +13,8 @@ from allhands.horovod import engine, reduce_ops
 from allhands.horovod.process_sets import ProcessSet, global_process_set
 from allhands.horovod.reduce_ops import ReduceOp
 from allhands.horovod.tensorflow.bridge import as_written, check_device
-from allhands.horovod.tensorflow.collectives import grouped_allreduce
 from allhands.horovod.tensorflow.compression import Compression
+from allhands.horovod.tensorflow.reductions import grouped_allreduce
 
 # Gradients leave in pieces of about this size while earlier layers' are still computed: what
 # DistributedDataParallel takes.

@@ -9,7 +9,7 @@ import tensorflow as tf
 from allhands.errors import UserError
 from allhands.horovod import reduce_ops
 from allhands.horovod.tensorflow.bridge import as_written
-from allhands.horovod.tensorflow.collectives import allreduce
+from allhands.horovod.tensorflow.reductions import allreduce
 
 
 class SyncBatchNormalization(tf.keras.layers.BatchNormalization):

@@ -40,7 +40,7 @@ from allhands.horovod.basics import (
 )
 from allhands.horovod.process_sets import ProcessSet, global_process_set
 from allhands.horovod.reduce_ops import Adasum, Average, Max, Min, Product, ReduceOp, Sum
-from allhands.horovod.tensorflow import collectives
+from allhands.horovod.tensorflow import collectives, reductions
 from allhands.horovod.tensorflow.compression import Compression
 from allhands.horovod.tensorflow.gradients import variables_of
 from allhands.horovod.tensorflow.keras import callbacks, elastic
@@ -165,7 +165,7 @@ def allreduce(
     compression: Any = Compression.none,
 ) -> Any:
     """Reduce a number or an array over the ranks; returns NumPy's."""
-    return collectives.allreduce(
+    return reductions.allreduce(
         tf.constant(value),
         average=average,
         name=name,
@@ -178,7 +178,7 @@ def allreduce(
 
 def allgather(value: Any, name: str | None = None) -> Any:
     """All ranks' arrays, one after another along the first dimension; returns NumPy's."""
-    return collectives.allgather(tf.constant(value), name=name).numpy()
+    return reductions.allgather(tf.constant(value), name=name).numpy()
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
@@ -188,7 +188,7 @@ def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
 
 def reducescatter(value: Any, name: str | None = None, op: ReduceOp = Average) -> Any:
     """This rank's share of the rows of the arrays, reduced over the ranks; returns NumPy's."""
-    return collectives.reducescatter(tf.constant(value), op=op, name=name).numpy()
+    return reductions.reducescatter(tf.constant(value), op=op, name=name).numpy()
 
 
 def load_model(

@@ -11,7 +11,7 @@ import tensorflow as tf
 from allhands.errors import UserError
 from allhands.horovod import basics
 from allhands.horovod.tensorflow.bridge import check_device
-from allhands.horovod.tensorflow.collectives import grouped_allreduce
+from allhands.horovod.tensorflow.reductions import grouped_allreduce
 from allhands.horovod.tensorflow.variables import broadcast_variables
 
 
