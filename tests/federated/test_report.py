@@ -13,8 +13,9 @@ import allhands
 from allhands import SupervisedRunner
 from allhands.errors import UserError
 from allhands.federated import Federated
-from allhands.federated.report import _axes, report, series
+from allhands.federated.report import _axes, report
 from allhands.loop import workers
+from allhands.report import History
 from tests.federated import simulating as sim
 
 pytest.importorskip("matplotlib")
@@ -40,7 +41,7 @@ HISTORY = {
 
 
 def test_values_stand_where_they_were_measured():
-    assert series(HISTORY) == {
+    assert History(HISTORY).measured() == {
         "train loss": ([0, 1, 2], [3.0, 2.0, 1.0]),
         "valid accuracy": ([1, 2], [0.25, 0.5]),
     }

@@ -10,8 +10,8 @@ import pytest
 
 import allhands
 from allhands import SupervisedRunner, UserError
-from allhands.loop.run_report import curves_of
 from allhands.loop.times import BEGIN, CHECKPOINTS, DATA, EVALUATION, Times
+from allhands.report.curves import curve_pictures
 from tests.report import test_curves as problem
 
 TITLES = (
@@ -128,6 +128,6 @@ def test_a_page_of_many_long_curves_is_small() -> None:
     rows, drawn = list(range(20_000)), random.Random(1)
     values = [drawn.random() for _ in rows]
     curves = {f"metric {n}": {"train": (rows, values), "valid": (rows, values)} for n in range(14)}
-    text = curves_of("step", [float(row) for row in rows], curves)
+    text = curve_pictures("step", [float(row) for row in rows], curves)
     assert len(text) < 700_000
     assert "Not drawn: metric 12, metric 13; see metrics.csv." in text

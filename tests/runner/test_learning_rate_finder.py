@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,3 +111,15 @@ def test_what_cannot_be_is_refused() -> None:
                 loaders={"train": DataLoader(data(), BATCH)},
                 **arguments,
             )
+
+
+def test_the_picture_marks_the_suggestion(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    found = LearningRates([1e-4, 1e-3, 1e-2, 1e-1], [2.0, 1.9, 1.0, 3.0], 1e-3)
+    figure = found.plot(tmp_path / "rates.png")
+    (axes,) = figure.axes
+    assert axes.get_xscale() == "log"
+    marked = next(line for line in axes.lines if line.get_marker() == "o")
+    assert [*marked.get_xdata(), *marked.get_ydata()] == [1e-3, 1.9]
+    assert marked.get_label() == "suggestion 0.001"
+    assert (tmp_path / "rates.png").read_bytes().startswith(b"\x89PNG")

@@ -7,7 +7,7 @@ from typing import Any
 
 from allhands.catalyst.own_runner import Runner
 from allhands.errors import UserError
-from allhands.loop.history import History
+from allhands.report.history import History
 
 # Methods of older versions of Catalyst's, and what to write.
 _OLDER = {

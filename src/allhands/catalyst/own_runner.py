@@ -15,9 +15,9 @@ from allhands.catalyst.callback import HOOKS
 from allhands.catalyst.engines import device_with
 from allhands.catalyst.evaluate import evaluate_by_batch
 from allhands.errors import UserError
-from allhands.loop.history import History
 from allhands.loop.reporter import Reporter
 from allhands.loop.settings import Data
+from allhands.report.history import History
 from allhands.runner.callbacks import callback_list
 from allhands.runner.hooks import check_methods
 from allhands.runner.own_settings import OwnTrainSettings

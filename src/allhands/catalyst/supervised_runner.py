@@ -19,8 +19,8 @@ from allhands.catalyst.engines import device_with
 from allhands.catalyst.own_runner import evaluate_loader
 from allhands.catalyst.translation import translate
 from allhands.errors import UserError
-from allhands.loop.history import History
 from allhands.loop.reporter import Reporter
+from allhands.report.history import History
 from allhands.runner.callbacks import callback_list
 from allhands.runner.hooks import check_runner
 from allhands.runner.keys import Keys

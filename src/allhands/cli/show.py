@@ -13,7 +13,7 @@ import typer
 
 from allhands.cli.run_folder import PLACES, RunFolder, read_folder
 from allhands.cli.shared_options import Json
-from allhands.report.table_layout import TableLayout, value_text
+from allhands.report.history_table import text_table
 from allhands.report.terminal_curves import curve_lines
 
 _ROWS = 20
@@ -54,20 +54,20 @@ def table(folder: RunFolder, width: int, most: int | None) -> list[str]:
     count = len(next(iter(columns.values()), []))
     if not count:
         return [f"{folder.path}: no row yet"]
-    first = 0 if most is None else max(0, count - most)
-    numbers = [n for n in range(count) if n >= first or n == best]
-    header = [*(_title(name) for name in columns), "best"]
-    cells = [
-        [*(_cell(name, values[n]) for name, values in columns.items()), "*" if n == best else ""]
-        for n in numbers
-    ]
-    layout = TableLayout(header, cells[-1], width)
-    lines = [*layout.header(), *(layout.row(row) for row in cells)]
-    if first:
-        lines.append(f"the last {count - first} of {count} rows; --rows 0 prints all")
-    if layout.left_out:
-        lines.append(f"no room for {', '.join(layout.left_out)}: see {folder.path}/metrics.csv")
-    return lines
+    shown = text_table(
+        {
+            _title(name): [None if math.isnan(value) else value for value in values]
+            for name, values in columns.items()
+        },
+        width,
+        most,
+        best,
+        "; --rows 0 prints all",
+    )
+    if shown.left_out:
+        left_out = f"no room for {', '.join(shown.left_out)}: see {folder.path}/metrics.csv"
+        return [*shown.lines, left_out]
+    return shown.lines
 
 
 def all_curves(folder: RunFolder, width: int, braille: bool) -> list[str]:
@@ -85,20 +85,6 @@ def all_curves(folder: RunFolder, width: int, braille: bool) -> list[str]:
 
 def _title(name: str) -> str:
     return name if name in PLACES else name.replace("_", " ", 1)
-
-
-def _cell(name: str, value: float) -> str:
-    if math.isnan(value):
-        return "-"
-    if name in ("epoch", "step"):
-        return f"{int(value)}"
-    return (
-        f"{value:.2f}"
-        if name == "seconds"
-        else f"{value:.3g}"
-        if name == "lr"
-        else value_text(value)
-    )
 
 
 def _plain(value: float) -> float | None:

@@ -12,7 +12,7 @@ import torch
 
 from allhands.federated.checkpoint import RoundCheckpoints, TrainingInRounds
 from allhands.federated.executors.choice import Auto
-from allhands.federated.rounds import Evaluate, History, Rounds
+from allhands.federated.rounds import Evaluate, Rounds
 from allhands.loop.elastic_units import ElasticUnits
 from allhands.loop.standing import Standing
 from allhands.loop.state_transfer import broadcast_state
@@ -133,14 +133,14 @@ def _take(state: dict[str, Any], rounds: Rounds) -> None:
     rounds.load_state_dict({**copy.deepcopy(state["rounds"]), "history": history})
 
 
-def _lengths(history: History) -> dict[str, Any]:
+def _lengths(history: dict[str, Any]) -> dict[str, Any]:
     return {
         name: _lengths(value) if isinstance(value, dict) else len(value)
         for name, value in history.items()
     }
 
 
-def _cut(history: History, lengths: dict[str, Any]) -> History:
+def _cut(history: dict[str, Any], lengths: dict[str, Any]) -> dict[str, Any]:
     """The same object, with what has come since taken away."""
     for name in set(history) - set(lengths):
         del history[name]

@@ -13,6 +13,7 @@ from allhands.errors import UserError
 from allhands.report import has_matplotlib
 from allhands.report.curves import draw_metric
 from allhands.report.figures import TEXT, plain
+from allhands.report.history import History
 from allhands.report.page import pairs, picture, pictures, section, wide, write_page
 
 _BARS = 400  # clients that have a bar each
@@ -65,21 +66,6 @@ def report(
     write_page(path, "Federated training", about, [*parts, *more])
 
 
-def series(history: Mapping[str, Any]) -> dict[str, tuple[list[int], list[float]]]:
-    """Every measured value: its name, such as ``"valid accuracy"``, its places in the rounds, and
-    its values there."""
-    place = {round_: i for i, round_ in enumerate(history["round"])}
-    found = {}
-    for loader, values in history.items():
-        if not isinstance(values, Mapping):
-            continue
-        places = [place[round_] for round_ in values.get("round", history["round"])]
-        for name, column in values.items():
-            if name != "round" and len(column) == len(places):
-                found[f"{loader} {name}"] = places, list(column)
-    return found
-
-
 def _axes(history: Mapping[str, Any]) -> dict[str, list[float]]:
     """What values are drawn over: by label, one number a round."""
     axes: dict[str, list[float]] = {"round": [round_ + 1 for round_ in history["round"]]}
@@ -94,7 +80,7 @@ def _axes(history: Mapping[str, Any]) -> dict[str, list[float]]:
 
 
 def _curves(history: Mapping[str, Any]) -> str:
-    axes, values = _axes(history), series(history)
+    axes, values = _axes(history), History(history).measured()
     kinds = (
         "loss",
         *dict.fromkeys(name.split(" ", 1)[1] for name in values if not name.endswith(" loss")),
@@ -183,7 +169,7 @@ def _summary(history: Mapping[str, Any]) -> dict[str, Any]:
     found["rounds without an update"] = sum(map(bool, history.get("unchanged", [])))
     if history.get("epsilon"):
         found["epsilon"] = f"{history['epsilon'][-1]:.4g}"
-    for name, (_, column) in series(history).items():
+    for name, (_, column) in History(history).measured().items():
         known = [value for value in column if not math.isnan(value)]
         found[f"{name}, last (least to most)"] = (
             f"{column[-1]:.4g} ({min(known):.4g} to {max(known):.4g})" if known else "nan"

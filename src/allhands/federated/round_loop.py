@@ -14,7 +14,7 @@ from allhands.errors import UserError
 from allhands.federated.checkpoint import RoundCheckpoints
 from allhands.federated.elastic_rounds import ElasticRounds
 from allhands.federated.report import report
-from allhands.federated.rounds import History, Rounds
+from allhands.federated.rounds import Rounds
 from allhands.loop import checkpoint
 from allhands.loop.agreement import Decision
 from allhands.loop.announce import report_epoch
@@ -25,6 +25,7 @@ from allhands.loop.peak import in_words, taken
 from allhands.loop.reporter import Pace, Reporter
 from allhands.loop.run_report import about_the_run, run_file_of
 from allhands.loop.schedule import Schedule, learning_rates
+from allhands.report.history import History
 from allhands.report.page import NAME
 from allhands.runner.callbacks import run_hooks
 from allhands.runner.handed_back import gather

@@ -32,12 +32,12 @@ from allhands.federated.sums import Sums
 from allhands.federated.systems import NOTED, Systems
 from allhands.federated.team import Team
 from allhands.federated.update_compression import RESIDUAL, Traffic, UpdateCompression
+from allhands.report.history import History
 from allhands.world import World
 
 #: Takes the row of the global model (in `Server`) to the values of each evaluated loader; called on
 #: every rank.
 Evaluate = Callable[[Server], dict[str, dict[str, float]]]
-History = dict[str, Any]
 _INTEGERS = "integers"  # the name of their sum
 
 
@@ -165,7 +165,7 @@ class Rounds:
             *(["epsilon"] if privacy is not None else []),
             *(NOTED if systems is not None else []),
         ]
-        self.history: History = {"train": {"loss": []}, **{name: [] for name in noted}}
+        self.history = History({"train": {"loss": []}, **{name: [] for name in noted}})
 
     def bind(self, evaluate: Evaluate | None) -> None:
         """Go on with the ranks that there are now, which all call it together; `evaluate` is made
@@ -298,14 +298,14 @@ class Rounds:
         """What all ranks hold alike beside the model, for a checkpoint between two rounds."""
         return {
             "round": self.server.round,
-            "history": self.history,
+            "history": dict(self.history),
             "costs": self.costs.state_dict(),
             "algorithm": self.algorithm.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` gave."""
-        self.server.round, self.history = state["round"], state["history"]
+        self.server.round, self.history = state["round"], History(state["history"])
         self.costs.load_state_dict(state["costs"])
         if self.systems is not None and self.history["virtual_time"]:
             self.systems.now = self.history["virtual_time"][-1]

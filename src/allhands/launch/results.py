@@ -8,6 +8,7 @@ from collections import Counter, OrderedDict
 from typing import Any
 
 from allhands.errors import UserError
+from allhands.report.history import History
 
 _PLAIN = (type(None), bool, int, float, str)
 _ALLOWED = (
@@ -53,7 +54,7 @@ def _check(value: Any, path: str, seen: set[int], what: str) -> None:
     elif kind is set:
         for item in value:
             _check(item, f"an element of {path}", seen, what)
-    elif kind in (dict, OrderedDict, Counter):
+    elif kind in (dict, OrderedDict, Counter, History):
         for key, item in value.items():
             _check(key, f"the key {key!r} of {path}", seen, what)
             _check(item, f"{path}[{key!r}]", seen, what)
@@ -107,6 +108,6 @@ def read(file: Any) -> Any:
 
     kinds = [getattr(numpy.dtypes, name) for name in numpy.dtypes.__all__ if name != "ObjectDType"]
     builders = [numpy.zeros(0).__reduce__()[0], numpy.float64(0).__reduce__()[0]]
-    data: list[Any] = [numpy.ndarray, numpy.dtype, *builders, *kinds]
+    data: list[Any] = [History, numpy.ndarray, numpy.dtype, *builders, *kinds]
     with torch.serialization.safe_globals(data):
         return torch.load(file, map_location="cpu", weights_only=True)

@@ -22,7 +22,6 @@ from allhands.loop.announce import announce
 from allhands.loop.bound_loop import BoundLoop
 from allhands.loop.compiling import compiling
 from allhands.loop.generators import generator_states
-from allhands.loop.history import Values
 from allhands.loop.lifecycle import TIME_OVER
 from allhands.loop.loader_steps import LoaderSteps
 from allhands.loop.logged import Logged
@@ -37,6 +36,7 @@ from allhands.loop.schedule import learning_rates, length_of_training
 from allhands.loop.settings import LoopSettings
 from allhands.loop.task import Objective, Task
 from allhands.loop.times import CHECKPOINTS, EVALUATION
+from allhands.report.history import Values
 from allhands.world import World
 
 

@@ -16,11 +16,11 @@ from allhands.data import preserved_generators
 from allhands.launch import handback
 from allhands.loop.agreement import SIGNALS, Agreement, Decision, requeue_if_asked
 from allhands.loop.checkpoints import Checkpoints
-from allhands.loop.history import Values
 from allhands.loop.position import Position
 from allhands.loop.reporter import Reporter
 from allhands.loop.settings import LoopSettings
 from allhands.loop.times import CHECKPOINTS, Times
+from allhands.report.history import Values
 from allhands.world import World
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from allhands.errors import UserError
 from allhands.loop import membership_log
 from allhands.loop.trackers import Trackers
 from allhands.report import draw_curves, has_matplotlib
-from allhands.report.curves import Curve
+from allhands.report.curves import Curve, over
 from allhands.world.regroup import began_with
 
 VARIABLE = "ALLHANDS_CURVES"
@@ -142,9 +142,8 @@ class Loggers:
             measured = [number for number, row in enumerate(self.rows) if row.get(column)]
             values = [float(self.rows[number][column]) for number in measured]
             curves.setdefault(name, {})[loader] = measured, values
-        at, label = [float(row["epoch"]) for row in self.rows], self._unit
-        if len(set(at)) < len(at):  # several evaluations in one epoch
-            at, label = [float(row["step"]) for row in self.rows], "step"
+        at = [float(row["epoch"]) for row in self.rows]
+        label, at = over(self._unit, at, [float(row["step"]) for row in self.rows])
         return label, at, curves
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from allhands.errors import UserError
 from allhands.loop import checkpoint
 from allhands.loop.checkpoint import tree
 from allhands.loop.loop_checkpoints import LoopCheckpoints, Tensors
+from allhands.report.history import History
 
 if TYPE_CHECKING:
     from allhands.loop.optimizer_group import OptimizerGroup
@@ -29,18 +29,21 @@ class OwnCheckpoints(LoopCheckpoints):
 
     def alike(self, optimizer_state: Callable[[OptimizerGroup], Any]) -> dict[str, Any]:
         loop = self.loop
-        return super().alike(optimizer_state) | {
-            "history": copy.deepcopy(loop.history),
-            "best": None,
-            "best_epoch": 0,
-            "callbacks": [],
-            "models": {name: model.state_dict() for name, model in loop.others.items()},
-            "registered": {
-                name: value.state_dict()
-                for name, (value, each_rank) in loop.registered.items()
-                if not each_rank
-            },
-        }
+        return (
+            super().alike(optimizer_state)
+            | loop.history.state_dict()
+            | {
+                "best": None,
+                "best_epoch": 0,
+                "callbacks": [],
+                "models": {name: model.state_dict() for name, model in loop.others.items()},
+                "registered": {
+                    name: value.state_dict()
+                    for name, (value, each_rank) in loop.registered.items()
+                    if not each_rank
+                },
+            }
+        )
 
     def own(self) -> Tensors:
         """What this rank alone has."""
@@ -71,7 +74,7 @@ class OwnCheckpoints(LoopCheckpoints):
         loop = self.loop
         for name, model in loop.others.items():
             model.load_state_dict(state["models"][name])
-        loop.history = state["history"]
+        loop.history = History.of_state(state)
         for name, own in state["registered"].items():
             loop.registered[name][0].load_state_dict(own)
 

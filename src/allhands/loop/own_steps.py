@@ -13,7 +13,6 @@ from torch import nn
 from allhands.data import Feed
 from allhands.errors import UserError, WorldError, kind_of
 from allhands.loop.epoch import Batch
-from allhands.loop.history import new_history
 from allhands.loop.loop_checkpoints import LoopCheckpoints
 from allhands.loop.loss_mean import LossMean
 from allhands.loop.misuse import Misuse
@@ -26,6 +25,7 @@ from allhands.loop.reports import Reports
 from allhands.loop.settings import LoopSettings
 from allhands.loop.step_function import StepFunction, rows_of
 from allhands.loop.task import Objective, Task
+from allhands.report.history import new_history
 from allhands.step import LossRule
 from allhands.step.modes import evaluation_mode
 from allhands.world import World

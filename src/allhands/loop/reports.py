@@ -8,11 +8,11 @@ import torch
 
 from allhands.loop.announce import report_epoch
 from allhands.loop.base_loop import BaseLoop
-from allhands.loop.history import History, Values, record
 from allhands.loop.loggers import Loggers
 from allhands.loop.loss_mean import LossMean
 from allhands.loop.schedule import learning_rates
 from allhands.loop.step_function import values_in
+from allhands.report.history import History, Values
 
 
 class Reports(BaseLoop):
@@ -42,7 +42,7 @@ class Reports(BaseLoop):
 
     def _record(self, epoch: int, values: Values, rates: list[float], seconds: float) -> None:
         row = {"epoch": epoch, "step": self.global_step, "lr": rates[0], "seconds": seconds}
-        record(self.history, row, values)
+        self.history.add(row, values)
 
     def _report(
         self,

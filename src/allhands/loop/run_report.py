@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -14,9 +13,10 @@ from allhands.loop.announce import data_in_words
 from allhands.loop.loggers import Loggers, wanted
 from allhands.loop.peak import in_words
 from allhands.loop.schedule import learning_rates
-from allhands.report.curves import Curve, draw_metric
+from allhands.report.curves import curve_pictures
 from allhands.report.environment import environment
 from allhands.report.figures import has_matplotlib
+from allhands.report.history_table import html_table
 from allhands.report.membership_plot import draw_members
 from allhands.report.page import (
     NAME,
@@ -24,19 +24,16 @@ from allhands.report.page import (
     grid,
     pairs,
     picture,
-    pictures,
     section,
     shares,
     wide,
     write_page,
 )
-from allhands.report.table_layout import value_text
 
 if TYPE_CHECKING:
     from allhands.loop.base_loop import BaseLoop
     from allhands.loop.lifecycle import Lifecycle
 
-_MOST = 12  # metrics that are drawn
 _ROWS = 50  # of the history
 
 
@@ -48,7 +45,7 @@ def write_run_report(loop: BaseLoop, loggers: Loggers) -> None:
         return
     label, at, curves = loggers.measured()
     parts = [
-        section("Curves", curves_of(label, at, curves)),
+        section("Curves", curve_pictures(label, at, curves)),
         section("History", history_of(loggers)),
         section("Settings", pairs(_settings(loop))),
         *run_file_of(logdir),
@@ -60,43 +57,19 @@ def write_run_report(loop: BaseLoop, loggers: Loggers) -> None:
     write_page(logdir / NAME, f"Training in {logdir.name}", about, parts)
 
 
-def curves_of(label: str, at: list[float], curves: Mapping[str, Mapping[str, Curve]]) -> str:
-    """A picture for each metric."""
-    if not curves:
-        return "<p>Nothing was measured.</p>"
-    if not has_matplotlib():
-        return "<p>Curves need matplotlib: pip install 'allhands[report]'.</p>"
-    drawn = []
-    for name, of_loaders in list(curves.items())[:_MOST]:
-
-        def draw(figure: Any, name: str, of_loaders: Mapping[str, Curve]) -> None:
-            draw_metric(figure.subplots(), name, (label, at), of_loaders)
-
-        one = partial(draw, name=name, of_loaders=of_loaders)
-        drawn.append(picture(one, (4.6, 3.2), f"{name} by {label}"))
-    left_out = list(curves)[_MOST:]
-    more = f"<p>Not drawn: {', '.join(left_out)}; see metrics.csv.</p>" if left_out else ""
-    return pictures(drawn) + more
-
-
 def history_of(loggers: Loggers) -> str:
     """The last rows of the history."""
-    rows = loggers.rows[-_ROWS:]
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    cells = ([_cell(key, row.get(key, "")) for key in columns] for row in rows)
-    more = len(loggers.rows) - len(rows)
-    before = f"<p>The last {len(rows)} rows; {more} more are in metrics.csv.</p>" if more else ""
-    return before + grid([key.replace("_", " ", 1) for key in columns], cells, left=0)
-
-
-def _cell(name: str, text: str) -> str:
-    try:
-        value = float(text)
-    except ValueError:
-        return text
-    if name in ("epoch", "step", "seconds") or math.isnan(value):
-        return text
-    return f"{value:.3g}" if name == "lr" else value_text(value)
+    columns = dict.fromkeys(key for row in loggers.rows for key in row)
+    return html_table(
+        {
+            key.replace("_", " ", 1): [
+                float(row[key]) if row.get(key) else None for row in loggers.rows
+            ]
+            for key in columns
+        },
+        _ROWS,
+        "; all are in metrics.csv",
+    )
 
 
 def about_the_run(loop: Lifecycle, times: Mapping[str, float], memory: str) -> list[str]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from allhands.report.figures import TEXT, new_figure, plain, save_figure
+from allhands.report.figures import TEXT, has_matplotlib, new_figure, plain, save_figure
+from allhands.report.page import picture, pictures
 
 # Of a curve: the places in the table at which something was measured, and what.
 Curve = tuple[list[int], list[float]]
@@ -16,6 +18,7 @@ _COLOURS = {"train": "#8a93a3", "valid": "#d1495b"}
 _OTHERS = ("#2e6f95", "#e0a458", "#4f9d69", "#7b5ea7", "#3b3f46")
 _COLUMNS = 3
 _MOST = 9  # axes in one picture
+_PICTURES = 12  # of a page
 _PARTS = 300  # of a curve, each of which has two points at most
 _DOTS = 60  # measurements of a curve that are marked each
 
@@ -35,6 +38,17 @@ def draw_curves(
     Raises:
         UserError: matplotlib is not installed, or the file cannot be written.
     """
+    save_figure(curves_figure(at, curves), path)
+
+
+def curves_figure(
+    at: Mapping[str, Sequence[float]], curves: Mapping[str, Mapping[str, Curve]]
+) -> Any:
+    """What `draw_curves` draws, as a ``matplotlib.figure.Figure``.
+
+    Raises:
+        UserError: matplotlib is not installed.
+    """
     ((label, places),) = at.items()
     names = list(curves)[:_MOST]
     columns = min(len(names), _COLUMNS)
@@ -45,7 +59,32 @@ def draw_curves(
         draw_metric(axes, name, (label, places), curves[name])
     for axes in list(all_axes)[len(names) :]:
         axes.set_axis_off()
-    save_figure(figure, path)
+    return figure
+
+
+def curve_pictures(label: str, at: list[float], curves: Mapping[str, Mapping[str, Curve]]) -> str:
+    """A picture for each metric, as a part of a page."""
+    if not curves:
+        return "<p>Nothing was measured.</p>"
+    if not has_matplotlib():
+        return "<p>Curves need matplotlib: pip install 'allhands[report]'.</p>"
+    drawn = []
+    for name, of_loaders in list(curves.items())[:_PICTURES]:
+
+        def draw(figure: Any, name: str, of_loaders: Mapping[str, Curve]) -> None:
+            draw_metric(figure.subplots(), name, (label, at), of_loaders)
+
+        one = partial(draw, name=name, of_loaders=of_loaders)
+        drawn.append(picture(one, (4.6, 3.2), f"{name} by {label}"))
+    left_out = list(curves)[_PICTURES:]
+    more = f"<p>Not drawn: {', '.join(left_out)}; see metrics.csv.</p>" if left_out else ""
+    return pictures(drawn) + more
+
+
+def over(unit: str, at: Sequence[float], steps: Sequence[float]) -> tuple[str, list[float]]:
+    """What curves are drawn over, its name first: `at`, which counts units, or the steps where
+    several rows are of one."""
+    return ("step", list(steps)) if len(set(at)) < len(at) else (unit, list(at))
 
 
 def draw_metric(

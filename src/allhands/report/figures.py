@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -38,8 +40,21 @@ def new_figure(width: float, height: float, what: str = "a plot") -> Any:
     Raises:
         UserError: matplotlib is not installed.
     """
-    figure = require_matplotlib(what).Figure
-    return figure(figsize=(width, height), layout="constrained")
+    require_matplotlib(what)
+    return _figure_class()(figsize=(width, height), layout="constrained")
+
+
+@cache
+def _figure_class() -> Any:
+    class ShownFigure(require_matplotlib().Figure):  # type: ignore[misc]
+        """Shows itself in a notebook where pyplot is not set up for it."""
+
+        def _repr_png_(self) -> bytes:
+            room = io.BytesIO()
+            self.savefig(room, format="png")
+            return room.getvalue()
+
+    return ShownFigure
 
 
 def save_figure(figure: Any, path: str | Path) -> None:
@@ -61,7 +76,8 @@ def save_figure(figure: Any, path: str | Path) -> None:
 def plain(axes: Any, whole: bool = True) -> None:
     """Leave of an axis what is read: the ground line, and faint lines behind the curves; `whole`:
     whole numbers below."""
-    axes.xaxis.get_major_locator().set_params(integer=whole)
+    if axes.get_xscale() == "linear":
+        axes.xaxis.get_major_locator().set_params(integer=whole)
     axes.grid(axis="y", color=FAINT, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)

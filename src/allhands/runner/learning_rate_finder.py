@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,8 @@ from torch.optim.lr_scheduler import ExponentialLR
 from allhands.checks import check_whole, is_number
 from allhands.errors import UserError
 from allhands.loop.schedule import learning_rates
+from allhands.report.figures import new_figure, save_figure
+from allhands.report.rate_plot import draw_rates
 from allhands.runner.callbacks import Callback
 from allhands.runner.supervised import SupervisedRunner
 from allhands.step import NonFiniteLossError
@@ -41,6 +44,26 @@ class LearningRates:
     rates: list[float]
     losses: list[float]
     suggestion: float
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """Draw the loss over the learning rate, with a mark at the suggestion.
+
+        As the last line of a notebook's cell it is shown there.
+
+        Args:
+            path: of a file to write as well; its ending says the format.
+
+        Returns:
+            A ``matplotlib.figure.Figure``.
+
+        Raises:
+            UserError: matplotlib is not installed, or the file cannot be written.
+        """
+        figure = new_figure(6, 3.6)
+        draw_rates(figure.subplots(), self.rates, self.losses, self.suggestion)
+        if path is not None:
+            save_figure(figure, path)
+        return figure
 
 
 class RateRecorder(Callback):

@@ -14,9 +14,9 @@ from allhands.data import Feed
 from allhands.errors import UserError, kind_of
 from allhands.loop.base_loop import BaseLoop
 from allhands.loop.epoch import Batch, Evaluation
-from allhands.loop.history import Values
 from allhands.loop.own_checkpoints import OwnCheckpoints
 from allhands.loop.own_steps import OwnSteps
+from allhands.report.history import Values
 from allhands.runner.own_settings import OwnTrainSettings
 from allhands.runner.runner_checkpoints import RunnerCheckpoints
 from allhands.runner.training import Training

@@ -14,12 +14,12 @@ from allhands.errors import UserError
 from allhands.launch import handback
 from allhands.loop import workers
 from allhands.loop.epoch import Batch
-from allhands.loop.history import History
 from allhands.loop.loggers import prepare_logdir
 from allhands.loop.own_steps import OwnSteps
 from allhands.loop.reporter import Reporter
 from allhands.loop.settings import Data
 from allhands.loop.trackers import logger_list
+from allhands.report.history import History
 from allhands.runner import handed_back
 from allhands.runner.callbacks import callback_list
 from allhands.runner.hooks import check_own_runner
@@ -265,9 +265,9 @@ class Runner:
                 modules. It takes less memory and more time, and changes no number.
 
         Returns:
-            ``{"epoch": […], "step": […], "lr": […], "seconds": […], "train": {"loss": […], …},
-            "valid": {…}}``, one entry an epoch, or with `evaluate_every` one an evaluation: its
-            "lr" is the rate then, and its "epoch" the one that ran, counted from 1.
+            A `History`: the dict ``{"epoch": […], "step": […], "lr": […], "seconds": […], "train":
+            {"loss": […], …}, "valid": {…}}``, one entry an epoch, or with `evaluate_every` one an
+            evaluation: its "lr" is the rate then, and its "epoch" the one that ran, counted from 1.
 
         Raises:
             UserError: an argument cannot be honoured; the message names it and what to write

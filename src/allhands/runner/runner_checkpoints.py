@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from allhands.errors import UserError
 from allhands.loop.base_loop import BaseLoop
 from allhands.loop.loop_checkpoints import LoopCheckpoints
+from allhands.report.history import History
 from allhands.strategies.kept import in_parts, of_this_rank
 
 if TYPE_CHECKING:
@@ -26,13 +26,16 @@ class RunnerCheckpoints(LoopCheckpoints):
 
     def alike(self, optimizer_state: Callable[[OptimizerGroup], Any]) -> dict[str, Any]:
         training = self.training
-        return super().alike(optimizer_state) | {
-            "best": training.best,
-            "best_epoch": training.best_epoch,
-            "best_step": training.best_step,
-            "history": copy.deepcopy(training.history),
-            "callbacks": self._callback_states(),
-        }
+        return (
+            super().alike(optimizer_state)
+            | training.history.state_dict()
+            | {
+                "best": training.best,
+                "best_epoch": training.best_epoch,
+                "best_step": training.best_step,
+                "callbacks": self._callback_states(),
+            }
+        )
 
     def _callback_states(self) -> list[dict[str, Any]]:
         states = [callback.state_dict() for callback in self.training.settings.callbacks]
@@ -58,4 +61,4 @@ class RunnerCheckpoints(LoopCheckpoints):
             callback.load_state_dict(callback_state)
         training.best, training.best_epoch = state["best"], state["best_epoch"]
         training.best_step = state.get("best_step", 0)
-        training.history = state["history"]
+        training.history = History.of_state(state)

@@ -21,7 +21,6 @@ from allhands.errors import UserError
 from allhands.loop import peak
 from allhands.loop.announce import report_epoch
 from allhands.loop.base_loop import BaseLoop
-from allhands.loop.history import History, Values, new_history, record
 from allhands.loop.lifecycle import TrainingStopped
 from allhands.loop.loggers import Loggers
 from allhands.loop.loss_mean import LossMean
@@ -29,6 +28,7 @@ from allhands.loop.position import Position
 from allhands.loop.reporter import Pace, Reporter
 from allhands.loop.run_report import write_run_report
 from allhands.loop.schedule import learning_rates
+from allhands.report.history import History, Values, new_history
 from allhands.runner.callbacks import overridden, run_hooks
 from allhands.runner.evaluation import choose_valid_loader
 from allhands.runner.handed_back import gather
@@ -292,7 +292,7 @@ class Training(ABC):
         loop, settings = self.loop, self.settings
         epoch = loop.epoch + (loop.position is not None)
         row = {"epoch": epoch, "step": self.step, "lr": rates[0], "seconds": seconds}
-        record(self.history, row, values)
+        self.history.add(row, values)
         improved = settings.is_better(self._main(values), self.best)
         if improved:
             self.best, self.best_epoch, self.best_step = self._main(values), epoch, self.step
