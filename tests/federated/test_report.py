@@ -58,15 +58,15 @@ def test_a_report_is_one_file_with_all_pictures(tmp_path):
         HISTORY,
         tmp_path / "a.html",
         last=last,
-        sizes=[1, 2, 3],
+        sizes=[1, 2, 3, 4, 5],
         settings={"algorithm": "<fedavg>"},
         names=["a", "b", "c", "north", "south"],
     )
     text = (tmp_path / "a.html").read_text()
     assert re.findall(r'aria-label="([^"]+)"', text) == [
         *(f"{kind} over {label}" for kind in ("loss", "accuracy") for label in _axes(HISTORY)),
-        "samples of a client: how many clients",
-        "seconds of a client, last round: how many clients",
+        "samples of a client: each of them",
+        "seconds of a client, last round: each of them",
         "which rank trained which client, for how long",
     ]
     assert "src=" not in text

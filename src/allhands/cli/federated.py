@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from allhands.cli.certificates import certificates
-from allhands.cli.shared_options import Overrides, RunFiles
+from allhands.cli.shared_options import Overrides, RunFiles, root_override
+from allhands.cli.simulate_sites import simulate
 from allhands.config import read_run
 from allhands.errors import UserError
 
@@ -25,6 +25,7 @@ app = typer.Typer(
 )
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 
+app.command("simulate", context_settings=_SETTINGS)(simulate)
 app.command("certificates", context_settings=_SETTINGS)(certificates)
 
 Plan = Annotated[bool, typer.Option("--plan", help="Print what would run, and start nothing.")]
@@ -81,7 +82,7 @@ def server(
     from allhands.federated.sites.sites_server import ServerOptions
 
     flower.require()
-    run_file = read_run(config or (), [*(overrides or ()), *_data(data)])
+    run_file = read_run(config or (), [*(overrides or ()), *root_override(data)])
     options = ServerOptions(
         config=[path.absolute() for path in config or ()],
         overrides=overrides or [],
@@ -132,6 +133,13 @@ def site(
         ),
     ] = None,
     plan: Plan = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Try data and model here, show what would leave this site, and send nothing.",
+        ),
+    ] = False,
 ) -> int:
     """Take part in a federated training with this site's data.
 
@@ -141,11 +149,11 @@ def site(
     from allhands.federated.sites import flower
 
     flower.require()
-    from allhands.cli.sites import site_plan, take_part
+    from allhands.cli.sites import site_plan, take_part, try_out
     from allhands.federated.sites.site import SiteOptions
     from allhands.federated.sites.site_keys import check_name
 
-    run_file = read_run(config or (), [*(overrides or ()), *_data(data)])
+    run_file = read_run(config or (), [*(overrides or ()), *root_override(data)])
     if insecure and (key is not None or authority is not None):
         raise UserError(
             "--insecure has no use for --key and --authority: leave it out, or leave these out"
@@ -170,8 +178,10 @@ def site(
         state=_state(run_file, state, f"site-{name}"),
         port=port,
     )
-    if plan:
-        print(site_plan(options, run_file), end="")
+    if plan and dry_run:
+        raise UserError("--plan starts nothing, and --dry-run trains a little; write one of them")
+    if plan or dry_run:
+        print((site_plan if plan else try_out)(options, run_file), end="")
         return 0
     return take_part(options, run_file)
 
@@ -194,12 +204,6 @@ def flower_app(
     generated.write(out, read_run(config or (), overrides or ()).to_yaml())
     print(f"written to {out}; start it by: flwr run {out}")
     return 0
-
-
-def _data(folder: Path | None) -> list[str]:
-    return (
-        [] if folder is None else [f"data.root={json.dumps(str(folder.expanduser().absolute()))}"]
-    )
 
 
 def _path(path: Path | None) -> Path | None:

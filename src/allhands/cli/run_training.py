@@ -35,6 +35,7 @@ def train(
     run_file: RunFile,
     across: Callable[[Federated], Federated] | None = None,
     runner: type[SupervisedRunner] | None = None,
+    datasets: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Make the objects that a run file names and train; returns the history.
 
@@ -42,6 +43,7 @@ def train(
         run_file: the run.
         across: makes of its federated training one whose clients are elsewhere.
         runner: the class that trains, in place of the one that the run file names.
+        datasets: as `SupervisedRunner.train` takes them, in place of the run file's.
 
     Raises:
         UserError: a name or option that does not exist, or cannot be honoured here; says where it
@@ -49,8 +51,10 @@ def train(
     """
     given = run_file.config
     raise_all(problems(run_file, files=across is None))
-    if given.loop is not None:
+    if given.loop is not None and across is None:
         return train_own_loop(run_file)
+    if across is not None:
+        _refuse_own_steps(run_file, "sites train by epochs of their own")
     who = runner_of(run_file) if runner is None else runner(device=given.device)
     main_metric, minimize = given.main_metric, given.minimize_metric
     if minimize is None:
@@ -76,7 +80,7 @@ def train(
         *callbacks_of(run_file, main_metric, minimize),
     ]
     history: dict[str, Any] = who.train(
-        **objects,
+        **objects | ({} if datasets is None else {"datasets": datasets}),
         metrics=metrics_of(run_file),
         callbacks=callbacks,
         logdir=given.logdir,

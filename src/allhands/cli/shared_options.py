@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -74,6 +75,13 @@ Loaders = Annotated[
 ]
 Workers = Annotated[int, typer.Option("--workers", help="Processes to start.", min=1)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
+def root_override(folder: Path | None) -> list[str]:
+    """The change of a run file by which its data are those in a folder; none for None."""
+    if folder is None:
+        return []
+    return [f"data.root={json.dumps(str(folder.expanduser().absolute()))}"]
 
 
 def read_checked(files: list[Path] | None, overrides: list[str] | None) -> RunFile:

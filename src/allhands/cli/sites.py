@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import time
 from collections.abc import Iterable
@@ -20,6 +21,7 @@ from allhands.federated.sites.site_keys import (
     read_allow_list,
     read_site_key,
     read_tokens,
+    site_token,
 )
 from allhands.federated.sites.sites_server import ServerOptions, SitesServer
 from allhands.federated.sites.supervision import Stopped, signals
@@ -179,6 +181,20 @@ def site_plan(options: SiteOptions, run_file: RunFile) -> str:
         lines += ["Key:", f"  {options.name}  {fingerprint(read_site_key(options.key))}"]
     lines += ["This site sends:", *(f"  {line}" for line in LEAVES)]
     return "\n".join(lines) + "\n"
+
+
+def try_out(options: SiteOptions, run_file: RunFile) -> str:
+    """Try the data and the model of a site, without its server; what would leave it, in words.
+
+    Raises:
+        UserError: something would keep the site from taking part.
+    """
+    from allhands.cli.run_training import definition
+    from allhands.federated.sites.dry_run import try_site
+
+    sites_site.check(options)
+    token = site_token(options.token_file, os.environ)
+    return try_site(definition(run_file), options.name, options.data, token).text
 
 
 def _check_training(run_file: RunFile) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -83,6 +84,10 @@ class Clients:
     def name(self, client: int) -> str:
         """What to call a client in a message."""
         return str(client) if self.names is None else self.names[client]
+
+    def called(self, clients: Sequence[int]) -> list[Any]:
+        """What a history has for clients: their names, or their numbers where they have none."""
+        return [client if self.names is None else self.names[client] for client in clients]
 
     def split(self, test_fraction: float, seed: int = 0) -> tuple[Clients, Clients]:
         """Each client's samples as two parts, drawn by the seed: to train on, and to test its model

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any
 
@@ -39,11 +39,30 @@ from allhands.runner.train_settings import TrainSettings
 from allhands.step import Precision, batch_loss
 from allhands.world import World
 
+#: The samples, who trains on which of them, and on which each client's model is measured.
+Divided = tuple[Samples, Clients, Clients | None]
+
+
+def divided(strategy: FederatedSettings, samples: Samples, seed: int) -> Divided:
+    """Deal samples out to clients as the strategy says."""
+    clients = partition_of(strategy.partition, samples, strategy.clients, seed)
+    if strategy.sites is not None:
+        strategy.sites.check_clients(len(clients))
+    if strategy.test_fraction is None:
+        return samples, clients, None
+    return samples, *clients.split(strategy.test_fraction, seed)
+
 
 def train(
-    runner: Any, settings: TrainSettings, world: World, reporter: Reporter, shipped: bool
+    runner: Any,
+    settings: TrainSettings,
+    world: World,
+    reporter: Reporter,
+    shipped: bool,
+    divide: Callable[[FederatedSettings, Samples, int], Divided] = divided,
 ) -> dict[str, Any]:
-    """The training that a `SupervisedRunner` was asked for, in rounds; called on every rank."""
+    """The training that a `SupervisedRunner` was asked for, in rounds; called on every rank.
+    `divide` says who has which samples."""
     strategy = settings.strategy
     assert isinstance(strategy, FederatedSettings)
     model = settings.model
@@ -58,12 +77,7 @@ def train(
                 "clients' samples are read in the "
                 "workers that train, and only loaders that are evaluated have loader processes"
             )
-        clients = partition_of(strategy.partition, samples, strategy.clients, settings.seed)
-        if strategy.sites is not None:
-            strategy.sites.check_clients(len(clients))
-        tests = None
-        if strategy.test_fraction is not None:
-            clients, tests = clients.split(strategy.test_fraction, settings.seed)
+        samples, clients, tests = divide(strategy, samples, settings.seed)
         local = local_training(settings, strategy, source, runner.handle_batch, reporter.line)
         clients, local, per_round = strategy.algorithm.prepare(
             clients, local, strategy.per_round or len(clients)
@@ -203,6 +217,12 @@ def trained_source(sources: dict[str, Source]) -> Source:
             "random draws there are seeded already"
         )
     return source
+
+
+def test_source(sources: Mapping[str, Source]) -> Source | None:
+    """The one on whose samples a client's model is measured; None where there is none."""
+    others = [source for source in sources.values() if not source.trains]
+    return next((one for one in others if one.name == "valid"), others[0] if others else None)
 
 
 def samples_of(source: Source, device: torch.device) -> Samples:

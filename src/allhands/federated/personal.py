@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Sequence
 
 import torch
@@ -114,12 +115,11 @@ def keep_own(trained: Trained, server: Server) -> None:
 
 def evaluate_clients(
     work: ExecutorContext, server: Server, states: ClientStates, tests: Clients, world: World
-) -> dict[str, float]:
-    """The mean loss of every client's own model on its own test samples, weighted by samples;
-    called on every rank.
+) -> torch.Tensor:
+    """Measure every client's own model on its own test samples; called on every rank.
 
     A client's model is the global one with the client's own layers in it, once it has trained; each
-    is measured on the rank that keeps them. Where targets are classes, accuracy (0 to 1) too.
+    is measured on the rank that keeps them.
 
     Args:
         work: the model, which is overwritten, the criterion, and the samples into which `tests`
@@ -128,17 +128,27 @@ def evaluate_clients(
         states: what clients keep.
         tests: each client's test samples; one without any counts for nothing.
         world: the ranks.
+
+    Returns:
+        For each client what `measure` gives: float64, shape ``[clients, 4]``.
     """
-    totals = torch.zeros(4, dtype=torch.float64, device=server.device)
+    totals = torch.zeros(len(tests), 4, dtype=torch.float64, device=server.device)
     for client in range(len(tests)):
         if states.owner.get(client, client % world.world_size) == world.rank and tests.size(client):
-            totals += measure(
+            totals[client] = measure(
                 work, server, states.get([client]), client, work.samples, tests.samples(client)
             )
     if world.world_size > 1:
         torch.distributed.all_reduce(totals)
-    count, loss, classed, right = totals.tolist()
-    return {"loss": loss / count, **({"accuracy": right / classed} if classed == count else {})}
+    return totals
+
+
+def means(totals: Sequence[float]) -> dict[str, float]:
+    """The mean loss over samples, and where all targets are classes accuracy (0 to 1), of totals
+    that `measure` gave; NaN of no sample."""
+    count, loss, classed, right = totals
+    found = {"loss": loss / count if count else math.nan}
+    return {**found, "accuracy": right / classed} if count and classed == count else found
 
 
 def measure(

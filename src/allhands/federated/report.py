@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from allhands.errors import UserError
+from allhands.federated.by_client import BY_CLIENT, MOST_BY_NAME
 from allhands.report import has_matplotlib
 from allhands.report.curves import draw_metric
 from allhands.report.figures import TEXT, plain
 from allhands.report.history import History
-from allhands.report.page import pairs, picture, pictures, section, wide, write_page
+from allhands.report.page import grid, pairs, picture, pictures, section, wide, write_page
 
 _BARS = 400  # clients that have a bar each
 
@@ -52,12 +53,14 @@ def report(
     if has_matplotlib():
         parts.append(section("Curves", _curves(history)))
         if sizes is not None or last is not None:
-            parts.append(section("Clients", _clients(sizes, last)))
+            parts.append(section("Clients", _clients(sizes, last, names)))
         if last is not None:
             title = f"Devices in round {history['round'][-1] + 1}"
             parts.append(section(title, _schedule(last, names)))
     else:
         parts.append("<p>Curves need matplotlib: pip install 'allhands[report]'.</p>")
+    if BY_CLIENT in history:
+        parts.append(section("Each client", _each(history, sizes)))
     parts.append(section("In sum", pairs(_summary(history))))
     if settings:
         parts.append(section("Settings", pairs(settings)))
@@ -100,23 +103,91 @@ def _curves(history: Mapping[str, Any]) -> str:
     return pictures(drawn)
 
 
-def _clients(sizes: Sequence[int] | None, last: Mapping[str, Sequence[float]] | None) -> str:
-    shown = [("samples of a client", sizes)] if sizes is not None else []
+def _clients(
+    sizes: Sequence[int] | None,
+    last: Mapping[str, Sequence[float]] | None,
+    names: Sequence[str] | None,
+) -> str:
+    """Samples and seconds of clients: a bar each of few that have names, and histograms of
+    others."""
+    few = names is not None and len(names) <= MOST_BY_NAME
+    shown: list[tuple[str, Sequence[float], Sequence[str]]] = []
+    if sizes is not None:
+        shown.append(("samples of a client", sizes, names if few and names else ()))
     if last is not None:
-        shown.append(("seconds of a client, last round", last["seconds"]))  # type: ignore[arg-type]
+        trained = [names[int(client)] for client in last["client"]] if few and names else ()
+        shown.append(("seconds of a client, last round", last["seconds"], trained))
 
     drawn = []
-    for label, values in shown:
+    for label, values, called in shown:
 
-        def draw(figure: Any, label: str, values: Sequence[float]) -> None:
+        def draw(figure: Any, label: str, values: Sequence[float], called: Sequence[str]) -> None:
             plot = figure.subplots()
-            plot.hist(list(values), bins=min(40, max(5, len(values) // 2)), color="#2e6f95")
+            if called:
+                plot.barh(list(called), list(values), color="#2e6f95")
+                plot.invert_yaxis()
+            else:
+                plot.hist(list(values), bins=min(40, max(5, len(values) // 2)), color="#2e6f95")
             plot.set_xlabel(label)
             plot.set_title("clients", loc="left", fontweight="bold", color=TEXT)
             plain(plot, whole=False)
 
-        one = partial(draw, label=label, values=values)
-        drawn.append(picture(one, (4.6, 2.8), f"{label}: how many clients"))
+        one = partial(draw, label=label, values=values, called=called)
+        height = max(2.8, 1.2 + 0.25 * len(called))
+        what = f"{label}: {'each of them' if called else 'how many clients'}"
+        drawn.append(picture(one, (4.6, height), what))
+    return pictures(drawn)
+
+
+def _each(history: Mapping[str, Any], sizes: Sequence[int] | None) -> str:
+    """A table of the clients by name, and their curves."""
+    found: Mapping[str, Any] = history[BY_CLIENT]
+    measured = list(dict.fromkeys(key for own in found.values() for key in own.get("measured", ())))
+    kinds = [kind for kind in measured if kind != "round"]
+    columns = {name: f"clients {name}" for name in ("skipped", "failed", "absent", "late")}
+    columns = {name: what for name, what in columns.items() if history.get(name)}
+    header = ["client", "samples", "rounds", "loss", *(f"own {kind}" for kind in kinds), *columns]
+    rows = []
+    for number, (name, own) in enumerate(found.items()):
+        values = own.get("measured", {})
+        rows.append(
+            [
+                name,
+                "" if sizes is None else f"{sizes[number]:,}",
+                str(len(own.get("round", ()))),
+                *(_last(column) for column in [own.get("loss"), *map(values.get, kinds)]),
+                *(str(sum(name in clients for clients in history[key])) for key in columns),
+            ]
+        )
+    return grid(header, rows) + (_curves_of_each(history, kinds) if has_matplotlib() else "")
+
+
+def _last(column: Sequence[float] | None) -> str:
+    return f"{column[-1]:.4g}" if column else ""
+
+
+def _curves_of_each(history: Mapping[str, Any], kinds: Sequence[str]) -> str:
+    """What clients have learnt, and what each measured on samples of its own, over rounds."""
+    found: Mapping[str, Any] = history[BY_CLIENT]
+    place = {round_: number for number, round_ in enumerate(history["round"])}
+    at = [round_ + 1 for round_ in history["round"]]
+    wanted = {"loss of training": (found, "loss")}
+    measured = {name: own.get("measured", {}) for name, own in found.items()}
+    wanted |= {f"own {kind}": (measured, kind) for kind in kinds}
+    drawn = []
+    for title, (lists, key) in wanted.items():
+        curves = {
+            name: ([place[round_] for round_ in own["round"]], list(own[key]))
+            for name, own in lists.items()
+            if own.get(key)
+        }
+
+        def draw(figure: Any, title: str, curves: Any) -> None:
+            draw_metric(figure.subplots(), title, ("round", at), curves)
+
+        if curves:
+            one = partial(draw, title=title, curves=curves)
+            drawn.append(picture(one, (4.6, 3.2), f"{title} of each client over round"))
     return pictures(drawn)
 
 

@@ -13,6 +13,7 @@ from allhands.checks import check_choice
 from allhands.comm import calls
 from allhands.data import derive_seed
 from allhands.errors import AllhandsError, UserError
+from allhands.federated import by_client
 from allhands.federated.algorithms.base import (
     FIGURES,
     OWN_LAYERS,
@@ -26,7 +27,7 @@ from allhands.federated.client_states import ClientStates
 from allhands.federated.clients import Clients
 from allhands.federated.executors.base import CohortMember, Executor, ExecutorContext
 from allhands.federated.failures import Failures
-from allhands.federated.personal import evaluate_clients, keep_own, own_layers
+from allhands.federated.personal import evaluate_clients, keep_own, means, own_layers
 from allhands.federated.privacy import Privacy
 from allhands.federated.sums import Sums
 from allhands.federated.systems import NOTED, Systems
@@ -155,8 +156,7 @@ class Rounds:
             lengths = {**lengths, OWN_LAYERS: len(server.own) + 1}
         if compression is not None and compression.feedback:
             lengths = {**lengths, RESIDUAL: server.layout.length}
-        #: The clients that brought an update in the last round, and the rank, samples, steps and
-        #: seconds of each.
+        #: The clients that brought an update in the last round, and these figures of each.
         self.last: dict[str, list[float]] = {}
         self.states = ClientStates(lengths, server.layout.dtype, server.device, world)
         noted = [
@@ -166,6 +166,7 @@ class Rounds:
             *(NOTED if systems is not None else []),
         ]
         self.history = History({"train": {"loss": []}, **{name: [] for name in noted}})
+        by_client.begin(self.history, self.clients)
 
     def bind(self, evaluate: Evaluate | None) -> None:
         """Go on with the ranks that there are now, which all call it together; `evaluate` is made
@@ -281,9 +282,10 @@ class Rounds:
         `tests`."""
         values = {} if self._evaluate is None else self._evaluate(self.server)
         if self.tests is not None:
-            values["clients"] = evaluate_clients(
-                self.work, self.server, self.states, self.tests, self.world
-            )
+            totals = evaluate_clients(self.work, self.server, self.states, self.tests, self.world)
+            values["clients"] = means(totals.sum(0).tolist())
+            each = [(client, means(row)) for client, row in enumerate(totals.tolist()) if row[0]]
+            by_client.note_measured(self.history, self.clients, self.server.round - 1, each)
         return values
 
     # ------------------------------------------------------------------ the loop
@@ -306,6 +308,7 @@ class Rounds:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` gave."""
         self.server.round, self.history = state["round"], History(state["history"])
+        by_client.begin(self.history, self.clients)
         self.costs.load_state_dict(state["costs"])
         if self.systems is not None and self.history["virtual_time"]:
             self.systems.now = self.history["virtual_time"][-1]
@@ -347,7 +350,7 @@ class Rounds:
             "client": [cohort[slot] for slot in kept],
             **{
                 name: figures[name][kept].tolist()
-                for name in ("rank", "samples", "steps", "seconds")
+                for name in ("rank", "samples", "steps", "loss", "seconds")
             },
         }
         skipped = [cohort[slot] for slot in figures["bad"].nonzero().flatten().tolist()]
@@ -366,10 +369,12 @@ class Rounds:
                 "stays as it was",
                 flush=True,
             )
-        self.history["skipped"].append(skipped)
+        self.history["skipped"].append(self.clients.called(skipped))
         for name in ("failed", "retried"):
             self.history[name].append(
-                [cohort[slot] for slot in figures[name].nonzero().flatten().tolist()]
+                self.clients.called(
+                    [cohort[slot] for slot in figures[name].nonzero().flatten().tolist()]
+                )
             )
         self.history["unchanged"].append(unchanged)
         self.server.round += 1
@@ -427,7 +432,8 @@ class Rounds:
         )
         self.history["round"].append(round_)
         self.history["seconds"].append(seconds)
-        self.history["cohort"].append(cohort)
+        self.history["cohort"].append(self.clients.called(cohort))
+        by_client.note_updates(self.history, self.clients, round_, self.last)
         self.history["train"]["loss"].append(loss)
         self.history["bytes_up"].append(
             self.traffic.up * float((figures["ok"] + figures["bad"]).sum())
@@ -436,7 +442,7 @@ class Rounds:
         if self.privacy is not None:
             self.history["epsilon"].append(self.privacy.epsilon(round_ + 1))
         if self.systems is not None:
-            self.systems.note(self.history)
+            self.systems.note(self.history, self.clients)
         for loader, measured in values.items():
             known = self.history.setdefault(loader, {"round": []})
             known["round"].append(round_)

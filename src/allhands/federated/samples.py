@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, TensorDataset, default_collate
+from torch.utils.data import ConcatDataset, Dataset, TensorDataset, default_collate
 
 from allhands.data import derive_seed, map_tensors, preserved_generators, seed_everything
 from allhands.errors import UserError
@@ -87,3 +87,11 @@ class Samples:
             if given is not None and len(given) == len(self):
                 return torch.as_tensor(given).cpu()
         return None
+
+
+def joined(parts: Sequence[Any]) -> Dataset[Any]:
+    """Data sets one after another as one; of data sets of tensors, one of tensors."""
+    if not all(isinstance(part, TensorDataset) for part in parts):
+        return ConcatDataset(parts)
+    columns = zip(*(part.tensors for part in parts), strict=True)
+    return TensorDataset(*(torch.cat(column) for column in columns))

@@ -331,13 +331,13 @@ class Systems:
         self.dropped = sorted(trip.client for trip in trips if not trip.arrives)
         return self.arrived
 
-    def note(self, history: dict[str, Any]) -> None:
+    def note(self, history: dict[str, Any], clients: Clients) -> None:
         """A round's line in the history."""
         before = history["virtual_time"][-1] if history["virtual_time"] else 0.0
         history["virtual_time"].append(self.now)
         history["virtual_seconds"].append(self.now - before)
         for name in ("arrived", "late", "dropped"):
-            history[name].append(getattr(self, name))
+            history[name].append(clients.called(getattr(self, name)))
 
 
 #: What `Systems.note` adds to.

@@ -15,7 +15,10 @@ from allhands.report.page import picture, pictures
 Curve = tuple[list[int], list[float]]
 
 _COLOURS = {"train": "#8a93a3", "valid": "#d1495b"}
-_OTHERS = ("#2e6f95", "#e0a458", "#4f9d69", "#7b5ea7", "#3b3f46")
+_OTHERS = (
+    *("#2e6f95", "#e0a458", "#4f9d69", "#7b5ea7", "#3b3f46"),
+    *("#c2613f", "#5fb3b3", "#a3a847", "#c06c9a", "#8c6d4f"),
+)
 _COLUMNS = 3
 _MOST = 9  # axes in one picture
 _PICTURES = 12  # of a page
@@ -118,6 +121,9 @@ def draw_metric(
     axes.set_title(name, loc="left", fontweight="bold", color=TEXT)
     axes.set_xlabel(label)
     plain(axes, whole)
+    if whole and places:  # a curve of one point, too, lies among all rounds
+        room = max(0.5, 0.03 * (max(places) - min(places)))
+        axes.set_xlim(min(places) - room, max(places) + room)
     _bounds(axes, [value for _, values in loaders.values() for value in values])
     axes.legend(frameon=False, fontsize=9, labelcolor=TEXT)
 

@@ -85,7 +85,8 @@ class History(dict[str, Any]):
             own = [places[value] for value in metrics.get("round", [])]
             for name, column in metrics.items():
                 rows = own or self._rows.get(f"{loader} {name}", everywhere)
-                if name != "round" and len(rows) == len(column):
+                is_column = isinstance(column, list) and name != "round"
+                if is_column and len(rows) == len(column):
                     found[f"{loader} {name}"] = rows, list(column)
         return found
 

@@ -133,14 +133,14 @@ def test_it_repeats_to_the_bit_leaves_global_generators_alone_and_follows_the_se
 
 
 def test_the_cohort_depends_on_the_seed_and_may_be_the_first_clients():
-    def cohorts(seed: int = 0, **section: Any) -> list[list[int]]:
+    def cohorts(seed: int = 0, **section: Any) -> list[list[str]]:
         return train(seed=seed, server={"rounds": 6, "clients_per_round": 2, **section}).history[
             "cohort"
         ]
 
     assert cohorts() == cohorts()
     assert cohorts() != cohorts(seed=5)
-    assert cohorts(random_selection=False) == [[0, 1]] * 6
+    assert cohorts(random_selection=False) == [["site 0", "site 1"]] * 6
 
 
 # ---------------------------------------------------------------------- override points
@@ -265,7 +265,7 @@ class Picks(coala.BaseServer):
 
 def test_selection_termination_and_tests_of_a_server():
     result = train(Picks)
-    assert result.history["cohort"] == [[2, 0], [2, 0]]
+    assert result.history["cohort"] == [["site 2", "site 0"]] * 2
     assert train(Picks, server={"test_every": 1}).history["test"] == {
         "round": [0, 1],
         "answer": [42.0, 42.0],
@@ -278,7 +278,7 @@ class Chooses(coala.BaseServer):
 
 
 def test_a_selection_that_draws_from_numpy_repeats_and_follows_the_seed():
-    def cohorts(seed: int) -> list[list[int]]:
+    def cohorts(seed: int) -> list[list[str]]:
         return train(Chooses, seed=seed, server={"rounds": 5, "clients_per_round": 2}).history[
             "cohort"
         ]
@@ -330,7 +330,7 @@ def test_a_client_that_fails_is_named():
         ClientFailedError, match="client site 1 failed:(.|\\n)*ValueError: planted fault"
     ):
         train(training=Fails)
-    assert train(training=Fails, on_client_failure="skip").history["failed"] == [[1]] * 3
+    assert train(training=Fails, on_client_failure="skip").history["failed"] == [["site 1"]] * 3
 
 
 # ---------------------------------------------------------------------- what is registered
@@ -522,7 +522,7 @@ def test_data_that_come_undivided_are_divided_as_the_configuration_says():
     )
     result = coala.run()
     assert len(result.history["test"]["accuracy"]) == 1
-    assert max(max(cohort) for cohort in result.history["cohort"]) > 3
+    assert max(max(cohort) for cohort in result.history["cohort"]) > "f0000003"
     with pytest.raises(UserError, match="there is no test set"):
         coala.register_dataset((x, x[:, :3].argmax(1)), None)
         coala.init(conf(model="mlp", data={"num_of_clients": 8}))

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from allhands.federated.clients import Clients
 from allhands.federated.sites.definition import Definition
 from allhands.federated.sites.site_training import Across, SiteRunner, across_sites
 from allhands.federated.sites.site_worker import SiteWorker
@@ -126,7 +127,8 @@ def simulate(
 ) -> tuple[nn.Module, dict[str, Any]]:
     """The same training in one process."""
     model = net(norm)
-    strategy = _strategy(partition=[list(rows(client)) for client in range(len(SIZES))], **options)
+    parts = [list(rows(client)) for client in range(len(SIZES))]
+    strategy = _strategy(partition=Clients(parts, NAMES[: len(parts)]), **options)
     optimizer = _optimizer(model)
 
     class Here(SupervisedRunner):

@@ -64,7 +64,7 @@ def test_a_site_that_comes_late_takes_part_from_the_next_round(tmp_path):
     # The round is long enough for it to be seen, and its greeting to be answered.
     given.nodes[100].delays["train"] = 0.3
     _, history = serve(given, sites={"min": 3}, logdir=tmp_path / "log")
-    assert history["absent"] == [[3], [3], []]
+    assert history["absent"] == [["west"], ["west"], []]
     assert history["failed"] == [[], [], []]
     assert [event["absent"] for event in events(tmp_path / "log", "round")] == [
         ["west"],
@@ -83,15 +83,15 @@ def test_a_site_that_leaves_in_mid_round_is_left_out_of_it(tmp_path, capsys):
     given = grid(tmp_path / "one")
     after(given, 1, lambda: given.nodes.pop(102))
     model, history = serve(given, sites={"min": 3}, logdir=tmp_path / "log")
-    assert history["failed"] == [[], [2], []]
-    assert history["absent"] == [[], [], [2]]
+    assert history["failed"] == [[], ["south"], []]
+    assert history["absent"] == [[], [], ["south"]]
     assert "round 1: site south is left out: the node is not available" in capsys.readouterr().out
     # The others' weights make up the whole: as with a site that the server never hears of in these
     # rounds.
     again = grid(tmp_path / "two")
     after(again, 1, lambda: again.nodes[102].loses.add("train"))
     other, history = serve(again, sites={"round_timeout": 1.0})
-    assert history["failed"] == [[], [2], [2]]
+    assert history["failed"] == [[], ["south"], ["south"]]
     assert same(model, other)
     assert not same(model, simulate()[0])
 
@@ -102,7 +102,7 @@ def test_a_site_that_is_slow_is_named_and_its_late_reply_dropped(tmp_path, capsy
     north.delays["train"] = 60.0
     after(given, 1, north.delays.clear)
     _, history = serve(given, sites={"round_timeout": 1.0}, logdir=tmp_path / "log")
-    assert history["failed"] == [[0], [], []]
+    assert history["failed"] == [["north"], [], []]
     assert trained(given, "north", 1)
     assert "site north is left out: nothing came within 1 s" in capsys.readouterr().out
     assert [(event["site"], event["round"]) for event in events(tmp_path / "log", "late")] == [
@@ -129,7 +129,7 @@ def test_a_site_that_was_cut_off_and_is_back_is_greeted_again(tmp_path):
 
     given.get_nodes = nodes
     _, history = serve(given, logdir=tmp_path / "log")
-    assert history["failed"] == [[2], [], []]
+    assert history["failed"] == [["south"], [], []]
     assert history["absent"] == [[], [], []]
     assert [event["site"] for event in events(tmp_path / "log", "greeted")].count("south") == 2
 
@@ -165,7 +165,7 @@ def test_a_site_that_was_started_anew_in_mid_round_is_not_waited_for(tmp_path):
 
     after(given, 1, restart)
     _, history = serve(given, sites={"round_timeout": 600.0}, logdir=tmp_path / "log", rounds=2)
-    assert history["failed"] == [[], [1]]
+    assert history["failed"] == [[], ["east"]]
     (failed,) = events(tmp_path / "log", "failed")
     assert failed["reason"].endswith("in mid-round")
 
@@ -273,7 +273,7 @@ def test_updates_that_are_all_bad_leave_the_model_as_it_was(tmp_path, capsys):
         node.spoil = spoilt
     model, history = serve(given, logdir=tmp_path / "log")
     assert same(model, net())
-    assert history["skipped"] == [[0, 1, 2, 3]] * 3
+    assert history["skipped"] == [["north", "east", "south", "west"]] * 3
     assert history["unchanged"] == [True] * 3
     printed = capsys.readouterr().out
     assert "round 2: no client of 4 has brought an update; the model stays as it was" in printed
@@ -295,7 +295,7 @@ def test_a_site_that_fails_is_named_and_asked_again(tmp_path, capsys):
     )
     after(given, 1, given.nodes[101].fails.clear)
     _, history = serve(given)
-    assert history["failed"] == [[1], [], []]
+    assert history["failed"] == [["east"], [], []]
     assert (
         "round 0: site east is left out: RuntimeError: no space on the disk"
         in capsys.readouterr().out

@@ -234,7 +234,7 @@ def test_no_update_enters_the_average_that_must_not(tmp_path, capsys):
         in_turn(tmp_path, [spoil for spoil, _ in BAD.values()]), tmp_path, rounds
     )
     assert all(event["kind"] == "bad" for event in one_a_case(events, BAD))
-    assert history["skipped"] == [[3]] * rounds
+    assert history["skipped"] == [["west"]] * rounds
     assert f"site {WEST} is left out" in capsys.readouterr().out
     finished(events, history, rounds)
     assert trial.same(model, reference(rounds, True))
@@ -304,7 +304,7 @@ def test_an_error_is_named_by_its_last_line(tmp_path):
     assert [event["reason"] for event in of(events, "failed")] == [
         "ValueError:  [2Jno scanner today"
     ] * ROUNDS
-    assert history["failed"] == [[3]] * ROUNDS
+    assert history["failed"] == [["west"]] * ROUNDS
     finished(events, history)
     assert trial.same(model, reference(ROUNDS, True))
 

@@ -4,7 +4,6 @@ the weights."""
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import re
@@ -18,13 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset
 
 import allhands
-from allhands.cli.run_training import definition
-from allhands.config import read_run
-from allhands.federated import Federated
-from allhands.runner import SupervisedRunner
 from tests.examples.running import program
 from tests.timeouts import patience
 
@@ -117,40 +111,12 @@ def sites(folder: Path, port: int):
 
 
 def simulated(folder: Path) -> dict[str, torch.Tensor]:
-    """The weights after the same rounds in one process, without Flower."""
-    spec = importlib.util.spec_from_file_location("own", folder / "own.py")
-    assert spec is not None
-    assert spec.loader is not None
-    own = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(own)
-    bounds = np.cumsum([0, *SIZES])
-    run_file = read_run([folder / "run.yml"])
-    made = definition(run_file)
-    given = run_file.config.strategy.options
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        SupervisedRunner(device="cpu").train(
-            model=made.model,
-            criterion=made.criterion,
-            optimizer=made.optimizer,
-            seed=run_file.config.seed,
-            verbose=False,
-            workers=1,
-            datasets={
-                "batch_size": 4,
-                "train": ConcatDataset([own.load(folder / name)["train"] for name in NAMES]),
-            },
-            distributed=Federated(
-                partition=[list(range(*bounds[i : i + 2])) for i in range(3)],
-                rounds=given["rounds"],
-                local_epochs=given["local_epochs"],
-                algorithm=given["algorithm"],
-            ),
-        )
-    finally:
-        torch.set_num_threads(threads)
-    return made.model.state_dict()
+    """The weights after the same rounds in one place, by the guide's command."""
+    done = command(folder, *words("simulate"))
+    assert done.returncode == 0, done.stderr
+    found = allhands.load_checkpoint(folder / "logs" / "simulated" / "checkpoints" / "last")
+    weights: dict[str, torch.Tensor] = found["model"]
+    return weights
 
 
 def test_plans_say_what_would_run_and_start_nothing(folder: Path, port: int) -> None:
@@ -181,9 +147,8 @@ def test_plans_say_what_would_run_and_start_nothing(folder: Path, port: int) -> 
 @pytest.mark.timeout(600)
 @pytest.mark.rare
 def test_weights_are_the_simulations_to_the_bit_though_the_server_stops_between(
-    folder: Path, port: int, monkeypatch
+    folder: Path, port: int
 ) -> None:
-    monkeypatch.chdir(folder)
     expected = simulated(folder)
     given = words("server", **{"8000": str(port)})
     with sites(folder, port):

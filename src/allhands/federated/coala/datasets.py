@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, Dataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from allhands.data import derive_seed
 from allhands.errors import UserError, kind_of
 from allhands.federated.clients import Clients
 from allhands.federated.coala.config_sections import CoalaData
 from allhands.federated.partitions import partition_of
-from allhands.federated.samples import Samples
+from allhands.federated.samples import Samples, joined
 
 _CPU = torch.device("cpu")
 _SPLIT = ("split_type", "num_of_clients", "weights", "alpha", "min_size", "class_per_client")
@@ -291,15 +291,7 @@ class FederatedTorchDataset(FederatedDataset):
             )
         parts: list[Any] = [data[name] for name in names]
         offsets = np.concatenate([[0], np.cumsum([len(part) for part in parts])])
-        joined: Any = ConcatDataset(parts)
-        if all(isinstance(part, TensorDataset) for part in parts):
-            joined = TensorDataset(
-                *(
-                    torch.cat(column)
-                    for column in zip(*(part.tensors for part in parts), strict=True)
-                )
-            )
-        super().__init__(joined, Clients.from_arrays(np.arange(offsets[-1]), offsets, names))
+        super().__init__(joined(parts), Clients.from_arrays(np.arange(offsets[-1]), offsets, names))
 
 
 class _Transformed(Dataset[Any]):

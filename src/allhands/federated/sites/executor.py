@@ -3,9 +3,6 @@ reply taken in as it comes."""
 
 from __future__ import annotations
 
-import json
-import math
-import secrets
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -13,11 +10,13 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from allhands.federated.algorithms.base import Server, Trained
 from allhands.federated.executors.base import CohortMember, Executor, ExecutorContext, Sink, States
+from allhands.federated.personal import means
 from allhands.federated.sites.arrays import BadUpdate, pack, unpack
 from allhands.federated.sites.event_log import EventLog
-from allhands.federated.sites.post import RECORD, Post, Reply, last_line
+from allhands.federated.sites.post import Post, Reply, last_line
 from allhands.federated.sites.roll import Roll
 from allhands.federated.sites.settings import Sites
+from allhands.federated.sites.site_request import RECORD, task
 from allhands.federated.sites.update_validator import (
     INTEGERS,
     UPDATE,
@@ -27,8 +26,6 @@ from allhands.federated.sites.update_validator import (
 )
 
 MODEL, FIGURES = "model", "figures"  # the names of records
-# Options of a group that schedules change beside the learning rate.
-_SCHEDULED = ("momentum", "betas")
 _NO_WORDS = "its reply says neither what it is nor why it is none"
 
 
@@ -54,6 +51,7 @@ class SiteExecutor(Executor):
             refused, and of those that have sent none, with the reason.
         sent, received: bytes of arrays of the last call, all sites together.
         taken: the last round of each site (by its number) whose update has entered the model.
+        measured: by site (its number) what it measured in the last call of `evaluate`.
     """
 
     name = "sites"
@@ -75,6 +73,7 @@ class SiteExecutor(Executor):
         self.failed: dict[int, str] = {}
         self.sent = self.received = 0
         self.taken: dict[int, int] = {}
+        self.measured: list[tuple[int, dict[str, float]]] = []
 
     def train(self, jobs: Sequence[CohortMember], states: States, sink: Sink) -> None:
         self.bad, self.failed, self.sent, self.received = {}, {}, 0, 0
@@ -103,25 +102,8 @@ class SiteExecutor(Executor):
             del reply
 
     def _config(self, kind: str, client: int, cohort: int) -> ConfigRecord:
-        groups = self.work.local.optimizer.options
-        options = [{key: group[key] for key in _SCHEDULED if key in group} for group in groups]
-        return ConfigRecord(
-            {
-                "kind": kind,
-                "run": self.roll.run,
-                "round": self.server.round,
-                "client": client,
-                "clients": len(self.work.clients),
-                "seed": self.work.seed,
-                "lr": [float(group.get("lr", 0.0)) for group in groups],
-                "options": json.dumps(options),
-                "cohort": cohort,
-                "since": self.taken.get(client, -1),
-                # Flower's name of a message is a hash of it, and a reply is taken by that name:
-                # nobody but the site that gets the message shall be able to find it out.
-                "nonce": secrets.token_hex(16),
-            }
-        )
+        clients, since = len(self.work.clients), self.taken.get(client, -1)
+        return task(kind, self.roll.run, self.work, self.server, client, clients, cohort, since)
 
     def _model(self, beside: Mapping[str, torch.Tensor]) -> ArrayRecord:
         return pack({"row": self.server.weights, INTEGERS: self.server.integers, **beside})
@@ -254,7 +236,6 @@ class SiteExecutor(Executor):
             )
             for client, site, node in present
         ]
-        totals = dict.fromkeys(("count", "loss", "classed", "right"), 0.0)
         measured: dict[str, dict[str, float]] = {}
         sent = self.post.send("evaluate", round_, contents, self.settings.round_timeout)
         for reply in self.post.replies(
@@ -283,12 +264,21 @@ class SiteExecutor(Executor):
                 continue
             measured[site] = figures
             self.events.say(
-                "evaluated", site=site, round=round_, count=figures["count"], **_means(figures)
+                "evaluated",
+                site=site,
+                round=round_,
+                count=figures["count"],
+                **means(_totals(figures)),
             )
-        for site in self.roll.names:  # in one order, whichever came first
-            for name in totals:
-                totals[name] += measured.get(site, {}).get(name, 0.0)
-        return _means(totals) if totals["count"] else {}
+        # In one order, whichever came first.
+        rows = [
+            (client, _totals(measured[site]))
+            for client, site in enumerate(self.roll.names)
+            if site in measured
+        ]
+        self.measured = [(client, means(row)) for client, row in rows if row[0]]
+        totals = [sum(column) for column in zip(*(row for _, row in rows), strict=True)]
+        return means(totals) if totals and totals[0] else {}
 
 
 def _figures(content: RecordDict) -> dict[str, float]:
@@ -298,11 +288,6 @@ def _figures(content: RecordDict) -> dict[str, float]:
     return {name: float(value) for name, value in record.items() if isinstance(value, (int, float))}
 
 
-def _means(figures: Mapping[str, float]) -> dict[str, float]:
-    count = figures["count"]
-    means = {"loss": figures["loss"] / count if count else math.nan}
-    return (
-        {**means, "accuracy": figures["right"] / figures["classed"]}
-        if count and figures["classed"] == count
-        else means
-    )
+def _totals(figures: Mapping[str, float]) -> list[float]:
+    """As `allhands.federated.personal.measure` gives them."""
+    return [figures[name] for name in ("count", "loss", "classed", "right")]

@@ -10,8 +10,8 @@ from typing import Any
 from flwr.app import ConfigRecord, Message, RecordDict
 
 from allhands.federated.sites.event_log import EventLog
+from allhands.federated.sites.site_request import RECORD
 
-RECORD = "allhands"  # the name of the record that says what a message is about
 _INTERVAL = 0.2  # seconds between two looks at the beginning
 _LONGEST = 2.0  # and at most, in a round that takes long
 _PATIENCE = 0.05  # of the time that has passed is added to it by waiting between looks

@@ -16,9 +16,10 @@ from flwr.app import ConfigRecord, MetricRecord, RecordDict
 
 from allhands.errors import UserError
 from allhands.federated.sites.event_log import EventLog
-from allhands.federated.sites.post import RECORD, Post, Reply, Sent, last_line
+from allhands.federated.sites.post import Post, Reply, Sent, last_line
 from allhands.federated.sites.settings import Sites
 from allhands.federated.sites.site_keys import check_key, check_token
+from allhands.federated.sites.site_request import RECORD
 
 _INTERVAL = 0.5  # seconds between two looks while waiting
 _SAY = 10.0  # seconds between two lines about those that are missing

@@ -13,6 +13,7 @@ import torch
 
 from allhands.data import derive_seed
 from allhands.errors import UserError
+from allhands.federated import by_client
 from allhands.federated.algorithms.base import Trained
 from allhands.federated.client_states import ClientStates
 from allhands.federated.clients import Clients
@@ -148,6 +149,9 @@ class SiteRounds(Rounds):
             measured = self.executor.evaluate()
             if measured:
                 values["clients"] = measured
+                by_client.note_measured(
+                    self.history, self.clients, self.server.round - 1, self.executor.measured
+                )
         return values
 
     def _train_all(self, jobs: Sequence[CohortMember], sums: Sums) -> None:
@@ -183,7 +187,7 @@ class SiteRounds(Rounds):
         super()._note(round_, cohort, figures, values, seconds - self._waited)
         self.history["bytes_up"][-1] = float(self.executor.received)
         self.history["bytes_down"][-1] = float(self.executor.sent)
-        self.history["absent"].append(self._absent)
+        self.history["absent"].append(self._named(self._absent))
 
     def _say_bad(self, round_: int, clients: Sequence[int]) -> None:
         if self.on_bad_update == "stop":

@@ -29,6 +29,7 @@ from allhands.federated.federated_training import (
     make_executor,
     number_of_rounds,
     samples_of,
+    test_source,
     trained_source,
 )
 from allhands.federated.personal import keep_own, measure
@@ -133,13 +134,10 @@ class SiteWorker:
 
     def _tested(self, sources: dict[str, Source]) -> Samples | None:
         """The site's own test samples, where they are not a part of those that it trains on."""
-        others = [source for source in sources.values() if not source.trains]
-        if self.definition.strategy.test_fraction is not None or not others:
+        source = test_source(sources)
+        if self.definition.strategy.test_fraction is not None or source is None:
             return None
-        return samples_of(
-            next((source for source in others if source.name == "valid"), others[0]),
-            self.world.device,
-        )
+        return samples_of(source, self.world.device)
 
     def _place(self, client: int, clients: int) -> _Place:
         definition, strategy, world = self.definition, self.definition.strategy, self.world
