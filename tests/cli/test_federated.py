@@ -100,10 +100,22 @@ def test_a_plan_finds_what_sites_cannot_train(
     assert not Path("logs").exists()
 
 
+def test_a_page_is_part_of_the_plan_and_off_unless_asked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = ["federated", "server", "-C", "run.yml", "--insecure", "--plan"]
+    assert main.run(given) == 0
+    assert "the run's page" not in capsys.readouterr().out
+    for port, shown in (("8010", "127.0.0.1:8010"), ("0", "127.0.0.1:any")):
+        assert main.run([*given, "--page", port]) == 0
+        assert f"{shown}  the run's page, by a token in its address" in capsys.readouterr().out
+    assert main.run([*given, "--page", "70000"]) == 2
+
+
 def test_the_group_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["federated"]) == 0
     listed = capsys.readouterr().out
-    assert all(name in listed for name in ("certificates", "server", "site", "app"))
+    assert all(name in listed for name in ("simulate", "certificates", "server", "site", "app"))
     assert main.run(["federated", "site", "--nothing"]) == 2
     assert "see `allhands federated site --help`" in capsys.readouterr().err
 

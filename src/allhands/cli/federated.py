@@ -69,6 +69,14 @@ def server(
     data: Annotated[
         Path | None, typer.Option(help="The server's own data, to evaluate on.")
     ] = None,
+    page: Annotated[
+        int | None,
+        typer.Option(
+            help="Show the run on a page at this port of this machine's loopback; 0: a free one.",
+            min=0,
+            max=65535,
+        ),
+    ] = None,
     plan: Plan = False,
 ) -> int:
     """Train what a run file describes, by clients that are sites.
@@ -95,6 +103,7 @@ def server(
         sites=_path(sites),
         tokens=_path(tokens),
         data=_path(data),
+        page=page,
     )
     _check_server(options, insecure)
     if plan:

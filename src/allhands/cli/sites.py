@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from allhands.config import RunFile
@@ -15,6 +16,7 @@ from allhands.federated.sites import sites_server
 from allhands.federated.sites.certificates import check_server
 from allhands.federated.sites.display import Display
 from allhands.federated.sites.event_log import EventReader
+from allhands.federated.sites.run_page import serve_page
 from allhands.federated.sites.site import SiteOptions
 from allhands.federated.sites.site_keys import (
     fingerprint,
@@ -25,6 +27,7 @@ from allhands.federated.sites.site_keys import (
 )
 from allhands.federated.sites.sites_server import ServerOptions, SitesServer
 from allhands.federated.sites.supervision import Stopped, signals
+from allhands.wire.page_server import PageServer
 
 #: What a site sends, for the plan; docs/federated_sites.md says it in full.
 LEAVES = (
@@ -87,12 +90,15 @@ def serve(options: ServerOptions, run_file: RunFile) -> int:
         with (
             signals(),
             SitesServer(options, run_file.to_yaml(), keys) as server,
+            _page_of(options, events, started) as page,
             Display() as display,
         ):
             display.say(
                 f"server for {options.host}:{options.port}, {len(keys) or 'any'} sites; its files "
                 f"are in {options.state}"
             )
+            if page is not None:
+                display.say(f"the run's page, for whoever has this address: {page.address}")
             try:
                 server.start()
                 for _ in server.wait():
@@ -110,6 +116,17 @@ def serve(options: ServerOptions, run_file: RunFile) -> int:
         "tensorboard/"
     )
     return 0
+
+
+@contextlib.contextmanager
+def _page_of(options: ServerOptions, events: Path, since: float) -> Iterator[PageServer | None]:
+    """The page of the run, which ends with it; None where none was asked for."""
+    page = None if options.page is None else serve_page(events, since, options.page)
+    try:
+        yield page
+    finally:
+        if page is not None:
+            page.close()
 
 
 def server_plan(options: ServerOptions, run_file: RunFile) -> str:
@@ -130,8 +147,10 @@ def server_plan(options: ServerOptions, run_file: RunFile) -> str:
     lines += [
         f"  {options.host}:{options.port}  sites connect here ({secure}); control from this "
         "machine only",
-        "Sites:",
     ]
+    if options.page is not None:
+        lines += [f"  127.0.0.1:{options.page or 'any'}  the run's page, by a token in its address"]
+    lines += ["Sites:"]
     lines += [f"  {name}  {fingerprint(key)}" for name, key in keys.items()] or ["  any"]
     files = {
         "state": options.state,

@@ -28,6 +28,7 @@ svg{width:100%;height:auto}svg text{fill:currentColor}
 td,th{padding:2px 16px 2px 0;text-align:left;vertical-align:top;overflow-wrap:anywhere}
 th{color:var(--soft);font-weight:normal}td.n,th.n{text-align:right;white-space:nowrap;
 font-variant-numeric:tabular-nums}pre{overflow-x:auto;font-size:13px}
+.wide td,.wide th{overflow-wrap:normal}.pictures+.wide,.wide+.pictures{margin-top:1em}
 .bar{display:inline-block;height:.7em;background:#2e6f95;border-radius:2px}
 .pairs td:first-child{overflow-wrap:normal;min-width:7em}
 @media(max-width:500px){body{font-size:14px}}
@@ -45,15 +46,23 @@ def write_page(path: str | Path, title: str, about: str, sections: Iterable[str]
         about: a line below it.
         sections: what `section` gave.
     """
-    path = Path(path)
-    text = (
+    _put(Path(path), document(title, about, sections))
+
+
+def document(title: str, about: str, sections: Iterable[str], head: str = "") -> str:
+    """The text of a page; `head` is put into its head, and for the rest see `write_page`."""
+    return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>"
-        f"<h1>{html.escape(title)}</h1><p>{html.escape(about)}</p>"
+        f"<title>{html.escape(title)}</title>{head}<style>{_STYLE}</style></head><body>"
+        f"<h1>{html.escape(title)}</h1>{paragraph(about)}"
         f"{''.join(sections)}</body></html>\n"
     )
-    _put(path, text)
+
+
+def paragraph(text: str) -> str:
+    """A line of plain text."""
+    return f"<p>{html.escape(text)}</p>"
 
 
 def section(title: str, body: str, mark: str = "") -> str:

@@ -67,7 +67,7 @@ def test_every_event_is_counted_and_said():
         "b is refused: another model",
         "b takes part: 60 samples",
         "a node that is no site of this run: no key of the list",
-        "round 1: without b, which are not there",
+        "round 1: without b, not connected",
         None,
         "round 1: b: its update is refused: NaN",
         "round 1: b failed: ValueError: no",
@@ -82,6 +82,24 @@ def test_every_event_is_counted_and_said():
     assert (a.state, a.rounds, a.loss, a.accuracy, a.bytes) == ("ready", 1, 0.25, 0.75, 2_000_000)
     assert (b.state, b.rounds, b.refused, b.failed, b.late) == ("gone", 0, 1, 1, 1)
     assert board.reason == "stopped"
+
+
+def test_who_trains_and_who_is_silent_and_for_how_long():
+    board = StatusTable()
+    board.take({**BEGIN, "time": 100.0})
+    board.take({"time": 101.0, "kind": "greeted", "site": "a", "samples": 4, "tests": 0})
+    board.take({"time": 110.0, "kind": "round", "round": 0, "cohort": ["a"], "absent": ["b"]})
+    assert board.waited_for(115.0) == (["a (5 s)"], ["b (not connected, 15 s)"])
+    header, rows = board.cells(115.0)
+    assert [row[:3] for row in rows] == [["a", "training", "14 s"], ["b", "missing", ""]]
+    assert header[:3] == ["site", "state", "heard before"]
+    assert len(header) == len(rows[0])
+    board.take({"time": 120.0, "kind": "late", "site": "a", "round": 0, "seconds": 10.0})
+    assert board.waited_for(121.0)[1][0] == "a (nothing came in time, 11 s)"
+    board.take({"time": 122.0, "kind": "left", "site": "a", "reason": "offline"})
+    assert board.waited_for(125.0)[1][0] == "a (has left, 3 s)"
+    board.take({"time": 130.0, "kind": "end", "rounds": 0, "reason": "stopped"})
+    assert board.waited_for(131.0) == ([], [])
 
 
 def test_without_a_terminal_there_are_lines_and_a_table_at_the_end():

@@ -17,12 +17,15 @@ from rich.table import Table
 from rich.text import Text
 
 _KEPT = 8  # lines under the table
+# What events of these kinds tell of was said by a site itself.
+_SAID = ("greeted", "refused", "update", "bad", "failed", "evaluated")
+_COLUMNS = ("samples", "rounds", "loss", "accuracy", "seconds", "MB", "refused", "failed", "late")
 
 
 @dataclass
 class SiteRow:
     """What is known of a site. `state` is what it does now, `rounds` how many of its updates are in
-    the model."""
+    the model, `heard` when it last said something, in seconds since 1970."""
 
     state: str = "missing"
     samples: int | None = None
@@ -34,6 +37,7 @@ class SiteRow:
     refused: int = 0
     failed: int = 0
     late: int = 0
+    heard: float | None = None
 
 
 class StatusTable:
@@ -44,7 +48,9 @@ class StatusTable:
         self.round, self.rounds = 0, 0
         self.values: Mapping[str, Any] = {}
         self.reason: str | None = None
-        self._asked: list[str] = []
+        #: The events of the rounds that have ended.
+        self.finished: list[Mapping[str, Any]] = []
+        self._since: dict[str, float] = {}  # when a site was asked, or missed
 
     def take(self, event: Mapping[str, Any]) -> str | None:
         """Take an event in; the line that it is worth, or None."""
@@ -53,12 +59,17 @@ class StatusTable:
         # Once the sites are known, whoever has another name gets a line and no row.
         if site and not self.rounds:
             row = self.rows.setdefault(site, row)
+        when = event.get("time", 0.0)
+        if kind in _SAID:
+            row.heard = when
         where = f"round {event['round'] + 1}: " if isinstance(event.get("round"), int) else ""
         if kind == "begin":
             self.rows = {
                 name: self.rows.get(name, SiteRow()) for name in event["sites"]
             } | self.rows
             self.round, self.rounds = event["round"], event["rounds"]
+            for name in event["sites"]:
+                self._since.setdefault(name, when)
             return (
                 f"{len(event['sites'])} sites, {event['rounds']} rounds of "
                 f"{event['algorithm']}; a round needs {event['needed']}"
@@ -66,24 +77,28 @@ class StatusTable:
         if kind == "waiting":
             for name in event["missing"]:
                 self.rows.setdefault(name, SiteRow()).state = "missing"
+                self._since.setdefault(name, when - event["seconds"])
             return f"waiting for {', '.join(event['missing'])} ({event['seconds']:.0f} s)"
         if kind == "stranger":
             return f"a node that is no site of this run: {event['reason']}"
         if kind == "greeted":
             row.state, row.samples = "ready", event["samples"]
+            self._since.pop(site, None)
             return f"{site} takes part: {event['samples']} samples"
         if kind == "refused":
             row.state = "refused"
             return f"{site} is refused: {event['reason']}"
         if kind == "left":
             row.state = "gone"
+            self._since[site] = when
             return f"{site} has left: {event['reason']}"
         if kind == "round":
             self.round = event["round"]
             for name in event["cohort"]:
                 self.rows.setdefault(name, SiteRow()).state = "training"
+                self._since[name] = when
             absent = event.get("absent")
-            return f"{where}without {', '.join(absent)}, which are not there" if absent else None
+            return f"{where}without {', '.join(absent)}, not connected" if absent else None
         if kind == "update":
             row.state, row.loss, row.seconds = "ready", event["loss"], event["seconds"]
             row.rounds, row.bytes = row.rounds + 1, row.bytes + event["bytes"]
@@ -97,6 +112,7 @@ class StatusTable:
             return None
         if kind == "round_end":
             self.round, self.values = event["round"] + 1, event.get("values") or {}
+            self.finished.append(event)
             loss = event.get("loss")
             said = [f"{where}{len(event['brought'])} sites in {event['seconds']:.1f} s"]
             said += [f"loss {loss:.4g}"] if loss is not None else []
@@ -124,42 +140,44 @@ class StatusTable:
         row.failed += 1
         return f"{who} failed: {event['reason']}"
 
+    def title(self) -> str:
+        """Which round it is."""
+        if not self.rounds:
+            return "waiting for the first round"
+        return f"round {min(self.round + 1, self.rounds)} of {self.rounds}"
+
+    def waited_for(self, now: float) -> tuple[list[str], list[str]]:
+        """The sites that train now, and those that are silent and why, each with the seconds."""
+        silent = {"missing": "not connected", "gone": "has left", "late": "nothing came in time"}
+        trains, others = [], []
+        for name, row in self.rows.items():
+            seconds = f"{max(0.0, now - self._since.get(name, now)):.0f} s"
+            if row.state == "training":
+                trains.append(f"{name} ({seconds})")
+            elif row.state in silent:
+                others.append(f"{name} ({silent[row.state]}, {seconds})")
+        return ([], []) if self.reason is not None else (trains, others)
+
+    def cells(self, now: float | None = None) -> tuple[list[str], list[list[str]]]:
+        """The sites, one a row, with the names of the columns; `now`: also how long ago each was
+        last heard."""
+        rows = []
+        for name, row in self.rows.items():
+            figures = (row.samples, row.rounds, row.loss, row.accuracy, row.seconds)
+            counts = (row.refused, row.failed, row.late)
+            ago = "" if now is None or row.heard is None else f"{max(0.0, now - row.heard):.0f} s"
+            cells = [*map(_short, figures), f"{row.bytes / 1e6:.1f}", *map(str, counts)]
+            rows.append([name, row.state, *([] if now is None else [ago]), *cells])
+        return ["site", "state", *([] if now is None else ["heard before"]), *_COLUMNS], rows
+
     def table(self) -> Table:
         """The sites, one a line."""
-        title = (
-            f"round {min(self.round + 1, self.rounds)} of {self.rounds}"
-            if self.rounds
-            else "waiting for the first round"
-        )
-        table = Table(title=title, title_justify="left")
-        for name in (
-            "site",
-            "state",
-            "samples",
-            "rounds",
-            "loss",
-            "accuracy",
-            "seconds",
-            "MB",
-            "refused",
-            "failed",
-            "late",
-        ):
+        table = Table(title=self.title(), title_justify="left")
+        header, rows = self.cells()
+        for name in header:
             table.add_column(name, justify="left" if name in ("site", "state") else "right")
-        for name, row in self.rows.items():
-            table.add_row(
-                Text(name),
-                row.state,
-                _short(row.samples),
-                str(row.rounds),
-                _short(row.loss),
-                _short(row.accuracy),
-                _short(row.seconds),
-                f"{row.bytes / 1e6:.1f}",
-                str(row.refused),
-                str(row.failed),
-                str(row.late),
-            )
+        for row in rows:
+            table.add_row(*map(Text, row))
         return table
 
 
@@ -204,15 +222,20 @@ class Display:
 
     def say(self, line: str, when: float | None = None) -> None:
         """Show a line."""
-        clock = time.strftime("%H:%M:%S", time.localtime(when))
+        line = said_at(line, when)
         if self._live is None:
-            self.console.print(f"{clock} {line}", soft_wrap=True, markup=False)
+            self.console.print(line, soft_wrap=True, markup=False)
             return
-        self._lines.append(f"{clock} {line}")
+        self._lines.append(line)
         self._live.update(self._picture())
 
     def _picture(self) -> Group:
         return Group(self.status.table(), Text("\n".join(self._lines)))
+
+
+def said_at(line: str, when: float | None = None) -> str:
+    """A line behind the time of day; None: now."""
+    return f"{time.strftime('%H:%M:%S', time.localtime(when))} {line}"
 
 
 def _short(value: float | None) -> str:

@@ -49,6 +49,7 @@ class ServerOptions:
         sites: the allow list; None: no key is checked.
         tokens: the file of the sites' tokens.
         data: where the server's own data are, for evaluation.
+        page: the port of loopback at which the run is shown; None: it is not.
     """
 
     config: Sequence[Path]
@@ -62,6 +63,7 @@ class ServerOptions:
     sites: Path | None
     tokens: Path | None
     data: Path | None
+    page: int | None = None
 
     @property
     def insecure(self) -> bool:
