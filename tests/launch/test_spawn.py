@@ -243,7 +243,7 @@ def test_from_text_without_a_guard(way: str, tmp_path: Path) -> None:
     assert (tmp_path / "ran").read_text() == "x"
 
 
-# rare: a training in a notebook (runner/test_distributed.py) calls spawn too.
+# rare: a training in a notebook (runner/test_notebook.py) calls spawn too.
 @pytest.mark.rare
 def test_from_a_notebook(tmp_path: Path) -> None:
     nbformat = pytest.importorskip("nbformat")

@@ -9,7 +9,8 @@ import pytest
 
 from allhands.errors import UserError
 from allhands.loop.announce import duration, report_epoch
-from allhands.loop.reporter import ConsoleReporter, JsonReporter, Reporter, console
+from allhands.loop.reporter import ConsoleReporter, JsonReporter, Reporter
+from allhands.loop.reporter_choice import console
 
 VALUES = {
     "train": {"loss": 0.5, "accuracy": 0.25},

@@ -233,19 +233,6 @@ def test_no_main_guard_is_needed(how: str, tmp_path: Path) -> None:
     assert done.stdout.endswith("epochs 2\n")
 
 
-def test_in_a_notebook() -> None:
-    import nbformat
-    from nbclient import NotebookClient
-
-    notebook = nbformat.v4.new_notebook(
-        cells=[nbformat.v4.new_code_cell(SCRIPT), nbformat.v4.new_code_cell("print(len(history))")]
-    )
-    NotebookClient(notebook, kernel_name="python3").execute()
-    text = "".join(output.get("text", "") for cell in notebook.cells for output in cell.outputs)
-    assert text.count("script body") == 1
-    assert "epochs 2" in text
-
-
 def test_data_is_built_only_in_the_workers(tmp_path: Path) -> None:
     def make(folder: str) -> dict[str, Any]:
         (Path(folder) / f"built-{os.getpid()}").touch()

@@ -22,7 +22,7 @@ from allhands.cli.stored_run import StoreRunFile
 from allhands.config import RunFile
 from allhands.federated.sites.definition import Definition
 from allhands.federated.strategy import Federated
-from allhands.loop.reporter import console
+from allhands.loop.reporter_choice import console
 from allhands.loop.workers import plan
 from allhands.runner import Callback, SupervisedRunner
 from allhands.strategies import Strategy, strategy_named

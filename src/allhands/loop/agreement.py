@@ -80,6 +80,20 @@ class Agreement:
         self._ends_at = math.inf
         self._before: dict[int, Any] = {}
         self._signals = signals
+        self._interruptible = False
+
+    def take_interrupts(self) -> None:
+        """Stop at SIGINT too, after the step; a second one raises KeyboardInterrupt at once. For a
+        training in the user's process, before it begins."""
+        self._interruptible = True
+        self._first = _UNSAVED if self.next == math.inf else self._first
+        self._signals = (*self._signals, signal.SIGINT)
+        self.next = min(self.next, 1)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether SIGINT came to a training in the user's process."""
+        return self._interruptible and self._pending == signal.SIGINT
 
     def __enter__(self) -> Agreement:
         if threading.current_thread() is threading.main_thread():
@@ -93,13 +107,17 @@ class Agreement:
         for number, handler in self._before.items():
             if signal.getsignal(number) == self._note:
                 # What was trained is handed back, whatever else comes.
-                signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else handler)
+                ignored = number == signal.SIGINT and not self._interruptible
+                signal.signal(number, signal.SIG_IGN if ignored else handler)
         self._before = {}
-        if self._pending not in (0, signal.SIGINT) and not self._heeded:
+        at_end = self._pending not in (0, signal.SIGINT) or self.interrupted
+        if at_end and not self._heeded:
             # Came after the last round: it does what it does without us.
             os.kill(os.getpid(), self._pending)
 
     def _note(self, number: int, _: FrameType | None) -> None:
+        if self.interrupted and number == signal.SIGINT:
+            raise KeyboardInterrupt
         self._pending = self._pending or number
         if self.world.world_size == 1:
             self.next = 0  # nobody else to ask

@@ -31,7 +31,13 @@ class LoaderSteps:
 
     def __next__(self) -> Any:
         self._before = self._marks()
-        return next(self._steps)
+        try:
+            return next(self._steps)
+        except Exception:
+            # Ctrl-C reaches the loader's processes as well, which end at once.
+            if self._loop.agreement.interrupted:
+                self._loop.agree()
+            raise
 
     def renew(self) -> None:
         """Read from the position on, in the world as it is now."""

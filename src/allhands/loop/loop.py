@@ -24,7 +24,8 @@ from allhands.loop.loss_mean import LossMean
 from allhands.loop.model_groups import OwnModels, named
 from allhands.loop.own_steps import OwnSteps
 from allhands.loop.passes import DataPasses
-from allhands.loop.reporter import ForwardingReporter, console, reporter_of
+from allhands.loop.reporter import ForwardingReporter
+from allhands.loop.reporter_choice import console, reporter_of
 from allhands.loop.run_report import write_run_report
 from allhands.loop.settings import Data, LoopSettings
 from allhands.loop.trackers import logger_list

@@ -5,24 +5,18 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from allhands.errors import UserError
 from allhands.launch import worker
 from allhands.report.table_layout import TableLayout
 from allhands.world import World
-from allhands.world.regroup import began_with
 
-#: The variable that says how trainings print.
-OUTPUT = "ALLHANDS_OUTPUT"
 _LOG_FILE = 200  # columns where there is no terminal
-_NOTEBOOK = 115  # as rich assumes
 _ROOM_FOR_NOTES = 100  # columns of a terminal
 
 
@@ -48,17 +42,43 @@ class Reporter:
         """Take the bar off the screen."""
 
 
-class ConsoleReporter(Reporter):
-    """Prints to standard output; draws the bar only on a terminal or in a notebook."""
+class TableReporter(Reporter):
+    """Prints rows as a table, in lines.
+
+    Args:
+        width: of the table, in characters.
+    """
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self._header: tuple[str, ...] | None = None
+        self._layout: TableLayout | None = None
+        self._said_left_out = ""
+
+    def row(self, header: Sequence[str], cells: Sequence[str], values: Sequence[Any]) -> None:
+        if tuple(header) != self._header or self._layout is None:
+            self._header = tuple(header)
+            self._layout = TableLayout(header, cells, self.width)
+            for text in self._layout.header():
+                self.line(text)
+        self.line(self._layout.row(cells))
+        left_out = ", ".join(self._layout.left_out)
+        if left_out and left_out != self._said_left_out:
+            self._said_left_out = left_out
+            said = f"(no room for {left_out} in {self.width} columns)"
+            self.line(textwrap.fill(said, self.width))
+
+
+class ConsoleReporter(TableReporter):
+    """Prints to standard output; draws the bar only on a terminal."""
 
     def __init__(self, verbose: bool) -> None:
         from rich.console import Console
 
         # Where there is no terminal, rows in a log file are as wide as they need be, unless the
         # variable COLUMNS says otherwise.
-        interactive = Console().is_interactive or Console().is_jupyter
-        assumed = _NOTEBOOK if Console().is_jupyter else 80 if interactive else _LOG_FILE
-        self.width = shutil.get_terminal_size((assumed, 24)).columns
+        interactive = Console().is_interactive
+        super().__init__(shutil.get_terminal_size((80 if interactive else _LOG_FILE, 24)).columns)
         # NO_COLOR, TERM=dumb and pipes are seen by rich.
         self.console = Console(
             width=None if interactive else max(self.width, _LOG_FILE),
@@ -68,9 +88,6 @@ class ConsoleReporter(Reporter):
         self.shows_bar = verbose and interactive
         self._bar: Any = None
         self._task: Any = None
-        self._header: tuple[str, ...] | None = None
-        self._layout: TableLayout | None = None
-        self._said_left_out = ""
 
     def line(self, text: str) -> None:
         self.console.print(text, markup=False)
@@ -117,17 +134,7 @@ class ConsoleReporter(Reporter):
 
     def row(self, header: Sequence[str], cells: Sequence[str], values: Sequence[Any]) -> None:
         self.close()
-        if tuple(header) != self._header or self._layout is None:
-            self._header = tuple(header)
-            self._layout = TableLayout(header, cells, self.width)
-            for text in self._layout.header():
-                self.line(text)
-        self.line(self._layout.row(cells))
-        left_out = ", ".join(self._layout.left_out)
-        if left_out and left_out != self._said_left_out:
-            self._said_left_out = left_out
-            said = f"(no room for {left_out} in {self.width} columns)"
-            self.line(textwrap.fill(said, self.width))
+        super().row(header, cells, values)
 
     def close(self) -> None:
         if self._bar is not None:
@@ -154,23 +161,6 @@ def _plain(value: Any) -> Any:
 
 def _print_json(message: dict[str, Any]) -> None:
     print(json.dumps(message, ensure_ascii=False), flush=True)
-
-
-def console(verbose: bool) -> Reporter:
-    """What prints in the process of the user; the variable ``ALLHANDS_OUTPUT`` says how: "quiet"
-    prints nothing, "json" lines of JSON.
-
-    Raises:
-        UserError: the variable says something else.
-    """
-    output = os.environ.get(OUTPUT, "")
-    if output == "quiet":
-        return Reporter()
-    if output == "json":
-        return JsonReporter()
-    if output:
-        raise UserError(f"{OUTPUT}={output!r}; write quiet or json, or leave it out")
-    return ConsoleReporter(verbose)
 
 
 class FirstRankReporter(Reporter):
@@ -200,13 +190,6 @@ class FirstRankReporter(Reporter):
     def close(self) -> None:
         if self._world.rank == 0:
             self._reporter.close()
-
-
-def reporter_of(world: World, make: Callable[[], Reporter]) -> Reporter:
-    """What `make` gives, on rank 0; nothing is said on the others."""
-    if began_with() is not None:
-        return FirstRankReporter(world, make())
-    return make() if world.rank == 0 else Reporter()
 
 
 class ForwardingReporter(Reporter):

@@ -16,13 +16,8 @@ from allhands.comm import calls, hook_calls
 from allhands.errors import UserError, WorldError
 from allhands.launch import spawn, worker
 from allhands.launch.rendezvous import Rendezvous, gather
-from allhands.loop.reporter import (
-    ForwardingReporter,
-    Reporter,
-    console,
-    replay,
-    reporter_of,
-)
+from allhands.loop.reporter import ForwardingReporter, Reporter, replay
+from allhands.loop.reporter_choice import console, reporter_of
 from allhands.strategies import DDP, Single, Strategy, strategy_named
 from allhands.world import Layout, World, current_world, detect, finalize, init, slurm
 from allhands.world.cores import cores

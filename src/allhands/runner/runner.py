@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from allhands.launch import handback
 from allhands.loop import workers
 from allhands.loop.epoch import Batch
 from allhands.loop.loggers import prepare_logdir
+from allhands.loop.notebook_reporter import in_notebook
 from allhands.loop.own_steps import OwnSteps
 from allhands.loop.reporter import Reporter
 from allhands.loop.settings import Data
@@ -29,6 +31,15 @@ from allhands.runner.train_settings import TrainSettings
 from allhands.runner.training import Training
 from allhands.strategies import Strategy
 from allhands.world import World, slurm
+
+
+class TrainingInterrupted(KeyboardInterrupt):
+    """The stop button of a notebook has ended a training, whose weights are those of its last step.
+    The cells that wait do not run."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows in the place of a traceback."""
+        return ["KeyboardInterrupt: the training was stopped; runner.last_history has its rows"]
 
 
 class Runner:
@@ -59,9 +70,12 @@ class Runner:
         model: what `train` was given; in steps, ``loop.models`` also has what a strategy has put in
             the place of a model (fsdp, tensor).
         criterion: what `train` was given, on the device of the training.
+        last_history: of the last training, also of one that Ctrl-C or a notebook's stop button has
+            ended.
     """
 
     criterion: Any = None
+    last_history: History | None = None
 
     def __init__(
         self,
@@ -227,7 +241,7 @@ class Runner:
                 that is not trained on, or the trained one.
             main_metric: "loss" or the name of a metric, or of what the steps return.
             minimize_metric: whether smaller is better.
-            verbose: draw a progress bar.
+            verbose: draw a progress bar, and in a notebook curves.
             resume: a checkpoint, or "auto" for the newest whole one in `logdir`; None starts anew,
                 and moves an earlier run's files aside. In a Slurm job that was started again
                 (requeued), None goes on with the newest one that this job has saved in `logdir`.
@@ -333,15 +347,21 @@ class Runner:
         )
         home = next(settings.model.parameters(), torch.empty(0)).device
         hands_back = settings.strategy.train_instead() is None
+        self.last_history = None
         try:
             history: History = plan.run(
                 _train, self, settings, verbose=verbose, preload=preload, hands_back=hands_back
             )
+            self.last_history = history
+        except KeyboardInterrupt:
+            if self.last_history is not None and in_notebook():
+                raise TrainingInterrupted from None
+            raise
         finally:
             if plan.count and home.type != "cpu":  # what workers have made is on the CPU
                 handed_back.place(settings, home)
-        if model is not None:
-            self.model = model
+            if model is not None and self.last_history is not None:
+                self.model = model
         return history
 
     # ------------------------------------------------------------------ what a kind of runner says
@@ -375,10 +395,15 @@ def _train(
     else:
         home = next(settings.model.parameters(), torch.empty(0)).device
         training = runner._training(settings, world, reporter)
+        if not shipped and world.environment == "alone":
+            training.loop.agreement.take_interrupts()
         history = training.run()
         training.loop.give_back(keep=not shipped or world.local_rank == 0)
         if not shipped and home != world.device:
             handed_back.place(settings, home)
+        runner.last_history = history
+        if not shipped and training.loop.signal == signal.SIGINT:
+            raise KeyboardInterrupt
     if shipped:
         handed_back.send(runner, settings, world, reporter)
     return history
