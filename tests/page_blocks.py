@@ -180,7 +180,8 @@ class Batch:
         self.x, self.y = (torch.stack(part) for part in zip(*rows))
         self.edge_index = self.batch = None
 net = Net(6, 3)
-Graphs(device="cpu").train(
+keys = {"x": "x", "edges": "edge_index", "graph": "batch"}
+SupervisedRunner(device="cpu", input_key=keys, target_key="y").train(
     model=net, criterion=criterion, optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
     loaders={"train": DataLoader(train_set, 16, collate_fn=Batch)}, callbacks=[Announce()],
 )

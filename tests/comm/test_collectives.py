@@ -6,6 +6,7 @@ from torch import nn
 
 import allhands
 from allhands.comm import (
+    all_gather_ragged,
     all_gather_rows,
     all_gather_text,
     all_reduce_sum,
@@ -155,3 +156,32 @@ def test_tensors_of_one_rank_are_made_on_the_others():
             "bytes": "said",
             "no bytes": "",
         }
+
+
+def ragged() -> list[list[torch.Tensor]]:
+    world = here()
+    own = [torch.full((n, 2), float(world.rank)) for n in range(world.rank + 1)]
+    own += [torch.tensor(True), torch.arange(3, dtype=torch.int16)] if world.rank == 1 else []
+    return all_gather_ragged(own, world)
+
+
+@pytest.mark.serial
+def test_lists_of_other_lengths_are_gathered():
+    for found in in_world(3, ragged):
+        assert [len(own) for own in found] == [1, 4, 3]
+        assert [list(item.shape) for item in found[2]] == [[0, 2], [1, 2], [2, 2]]
+        assert found[1][2].item() is True
+        assert found[1][3].dtype == torch.int16
+        assert found[1][3].tolist() == [0, 1, 2]
+        assert found[2][2].tolist() == [[2.0, 2.0]] * 2
+
+
+def one_text() -> None:
+    world = here()
+    all_gather_ragged(["text"] if world.rank else [torch.ones(1)], world)  # type: ignore[list-item]
+
+
+@pytest.mark.serial
+def test_what_is_no_tensor_is_refused_on_all_ranks():
+    with pytest.raises(Exception, match="holds what is no tensor"):
+        in_world(2, one_text)

@@ -198,7 +198,8 @@ def test_a_runner_says_itself_how_many_rows_there_are() -> None:
         ((torch.rand(3, 2), None), 3),
         (torch.rand(5), 5),
         ({"features": torch.rand(4, 2), "targets": ["a"]}, 4),
-        (([torch.rand(3, 8, 8)], [{}]), None),
+        (([torch.rand(3, 8, 8)] * 2, [{}, {}]), 2),
+        (([torch.rand(3, 8, 8)], ["a"]), None),
         (object(), None),
     ],
 )

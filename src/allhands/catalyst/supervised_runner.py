@@ -59,7 +59,7 @@ class SupervisedRunner(BatchRunner, allhands.runner.SupervisedRunner):
         self,
         model: nn.Module | None = None,
         engine: Any = None,
-        input_key: Keys = "features",
+        input_key: Keys | None = None,
         output_key: Any = "logits",
         target_key: Keys = "targets",
         loss_key: str = "loss",

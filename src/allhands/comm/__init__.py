@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from allhands.comm import calls
 from allhands.comm.collectives import (
+    all_gather_ragged,
     all_gather_rows,
     all_gather_text,
     all_reduce_sum,
@@ -17,6 +18,7 @@ from allhands.comm.collectives import (
 )
 
 __all__ = [
+    "all_gather_ragged",
     "all_gather_rows",
     "all_gather_text",
     "all_reduce_sum",

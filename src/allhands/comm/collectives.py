@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -193,6 +194,43 @@ def all_gather_rows(rows: torch.Tensor, world: World) -> list[torch.Tensor]:
     gathered = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(gathered, padded)
     return [part[:length] for part, length in zip(gathered, lengths, strict=True)]
+
+
+def all_gather_ragged(values: Sequence[torch.Tensor], world: World) -> list[list[torch.Tensor]]:
+    """Every rank's list of tensors, in the order of the ranks; they may be of any shapes, dtypes
+    and number.
+
+    Raises:
+        TypeError: on all ranks: one of them has something else in its list.
+    """
+    if world.world_size == 1:
+        return [list(values)]
+    own = json.dumps(
+        [
+            [list(value.shape), str(value.dtype).removeprefix("torch.")]
+            if isinstance(value, torch.Tensor)
+            else None
+            for value in values
+        ]
+    )
+    forms = [json.loads(text) for text in all_gather_text(own, world)]
+    if any(form is None for by_rank in forms for form in by_rank):
+        raise TypeError("a list that is to be gathered holds what is no tensor")
+    sent = [value.detach().contiguous().reshape(-1).view(torch.uint8) for value in values]
+    empty = torch.empty(0, dtype=torch.uint8, device=world.device)
+    gathered = []
+    for message, by_rank in zip(
+        all_gather_rows(torch.cat([empty, *sent]), world), forms, strict=True
+    ):
+        found, begin = [], 0
+        for shape, name in by_rank:
+            dtype = getattr(torch, name)
+            size = math.prod(shape) * dtype.itemsize
+            # A copy begins where memory is allocated, as an element of any dtype must.
+            found.append(message[begin : begin + size].clone().view(dtype).view(shape))
+            begin += size
+        gathered.append(found)
+    return gathered
 
 
 def all_gather_text(text: str, world: World) -> list[str]:

@@ -10,7 +10,14 @@ from allhands.data.mixup import Mixup
 from allhands.data.order import Dealer, global_order, share_of
 from allhands.data.random import derive_seed, preserved_generators, seed_everything
 from allhands.data.split import SplitByRank
-from allhands.data.trees import map_tensors, to_device
+from allhands.data.trees import (
+    is_samples,
+    map_tensors,
+    named_members,
+    rows_in,
+    tensors_in,
+    to_device,
+)
 
 __all__ = [
     "CountedRows",
@@ -22,11 +29,15 @@ __all__ = [
     "build_feeds",
     "derive_seed",
     "global_order",
+    "is_samples",
     "map_tensors",
+    "named_members",
     "preserved_generators",
+    "rows_in",
     "seed_everything",
     "share_of",
     "sources_from_datasets",
     "sources_from_loaders",
+    "tensors_in",
     "to_device",
 ]

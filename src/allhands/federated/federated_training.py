@@ -22,7 +22,6 @@ from allhands.federated.executors import Executor, ExecutorContext
 from allhands.federated.executors.choice import parse
 from allhands.federated.executors.shared import Shared
 from allhands.federated.federated_settings import FederatedSettings
-from allhands.federated.local_training import Forward as LocalForward
 from allhands.federated.local_training import LocalOptimizer, LocalTraining
 from allhands.federated.partitions import partition_of
 from allhands.federated.round_loop import RoundLoop
@@ -33,8 +32,8 @@ from allhands.federated.team import Team
 from allhands.loop.admission import terms_of
 from allhands.loop.joining import regrouping_of
 from allhands.loop.reporter import Reporter
-from allhands.runner.evaluation import Forward, evaluate_feed, fitting, loss_rule
-from allhands.runner.metrics import LoaderMetrics
+from allhands.runner.evaluation import Forward, evaluate_feed, fitting, loss_rule, metrics_take
+from allhands.runner.metrics import LoaderMetrics, all_metrics, metrics_by_loader
 from allhands.runner.train_settings import TrainSettings
 from allhands.step import Precision, batch_loss
 from allhands.world import World
@@ -78,7 +77,7 @@ def train(
                 "workers that train, and only loaders that are evaluated have loader processes"
             )
         samples, clients, tests = divide(strategy, samples, settings.seed)
-        local = local_training(settings, strategy, source, runner.handle_batch, reporter.line)
+        local = local_training(settings, strategy, source, runner, reporter.line)
         clients, local, per_round = strategy.algorithm.prepare(
             clients, local, strategy.per_round or len(clients)
         )
@@ -135,10 +134,11 @@ def train(
             ["clients"] if tests is not None else []
         )
         if settings.metrics and not evaluated:
+            names = ", ".join(all_metrics(settings.metrics))
             reporter.line(
-                f"note: metrics ({', '.join(settings.metrics)}) are of loaders that are evaluated, "
-                "and there is none; of the clients' training only the loss is known. Pass a loader "
-                "'valid', or Federated(test_fraction=0.2)"
+                f"note: metrics ({names}) are of loaders that are evaluated, and there is none; of "
+                "the clients' training only the loss is known. Pass a loader 'valid', or "
+                "Federated(test_fraction=0.2)"
             )
         history = RoundLoop(settings, world, reporter, rounds, evaluated, elastic).run()
     model.to(home)
@@ -151,7 +151,7 @@ def local_training(
     settings: Any,
     strategy: FederatedSettings,
     source: Source,
-    handle_batch: LocalForward,
+    runner: Any,
     say: Callable[[str], None] | None = None,
 ) -> LocalTraining:
     """How every client trains, wherever it is.
@@ -160,7 +160,7 @@ def local_training(
         settings: has the model, the criterion, the optimizer and the options of `TrainSettings`.
         strategy: epochs or steps.
         source: size of batches.
-        handle_batch: the runner's, which becomes the clients' `forward`.
+        runner: its `handle_batch` becomes the clients' `forward`.
         say: see `allhands.runner.evaluation.fitting`.
     """
     steps = strategy.local_steps
@@ -171,7 +171,7 @@ def local_training(
         epochs=strategy.local_epochs,
         steps=min(3, steps or 3) if settings.check else steps,
         clip_norm=settings.clip_norm,
-        forward=fitting(handle_batch, settings.criterion, say),
+        forward=fitting(runner.handle_batch, settings.criterion, say, runner.output_member),
         drop_last=source.drop_last,
         precision=settings.precision,
     )
@@ -252,11 +252,18 @@ def evaluation(
     feeds = build_feeds(kept, world, settings.seed, same_everywhere=settings.data.same_everywhere)
     model, precision = settings.model, Precision(settings.precision, world.device)
     forward = Forward(runner, model, world.device, settings.criterion, reporter.line)
+    by_loader = metrics_by_loader(settings.metrics, sources)
     prepared = {
         name: (
             feed,
             loss_rule(settings.criterion, feed, runner),
-            LoaderMetrics(settings.metrics, world, trains=False),
+            LoaderMetrics(
+                by_loader[name],
+                world,
+                trains=False,
+                output_key=metrics_take(runner, settings.criterion),
+                say=reporter.line,
+            ),
         )
         for name, feed in feeds.items()
     }

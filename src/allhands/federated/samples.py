@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import ConcatDataset, Dataset, TensorDataset, default_collate
 
-from allhands.data import derive_seed, map_tensors, preserved_generators, seed_everything
+from allhands.data import derive_seed, preserved_generators, seed_everything, to_device
 from allhands.errors import UserError
 
 
@@ -73,7 +73,7 @@ class Samples:
         with preserved_generators():
             seed_everything(derive_seed(seed, "samples", *place))
             batch = self.collate_fn([self.dataset[i] for i in indices.tolist()])
-        return map_tensors(batch, lambda tensor: tensor.to(self.device, non_blocking=True))
+        return to_device(batch, self.device)
 
     def targets(self) -> torch.Tensor | None:
         """The target of every sample, shape ``[samples, …]``, on the processor: the last member of

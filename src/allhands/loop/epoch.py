@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from allhands.data import derive_seed, preserved_generators, seed_everything
+from allhands.data import derive_seed, preserved_generators, rows_in, seed_everything
 from allhands.errors import UserError, did_you_mean, kind_of
 from allhands.loop.logged import Logged
-from allhands.loop.step_function import Rows, StepFunction, loss_in, rows_of, values_in
+from allhands.loop.step_function import Rows, StepFunction, loss_in, values_in
 
 if TYPE_CHECKING:
     from allhands.data import Feed
@@ -63,7 +63,7 @@ class Batch:
         Raises:
             UserError: it has no row, or another rank that should have the same rows has others.
         """
-        count = rows_of(own)
+        count = rows_in(own)
         if not count:
             raise UserError(
                 f"loop.step was given {kind_of(own)} without a row; give every rank tensors "

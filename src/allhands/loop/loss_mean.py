@@ -41,7 +41,7 @@ class LossMean:
         """Begin an epoch; `where` names it in errors."""
         self.where = where
         self.samples = 0
-        self.batches = 0
+        self.batches, self.without_loss = 0, False
         self._loss = (
             0.0 if self._on_cpu else torch.zeros((), dtype=torch.float64, device=self.world.device)
         )
@@ -50,10 +50,14 @@ class LossMean:
         self._sums = dict.fromkeys(self._sums, 0.0)
 
     def observe(
-        self, output: Any, target: Any, loss: torch.Tensor, factor: float, count: Any
+        self, output: Any, target: Any, loss: torch.Tensor | None, factor: float, count: Any
     ) -> None:
-        """Take in one micro-batch: ``loss * factor`` is its sum of losses over `count` items."""
+        """Take in one micro-batch: ``loss * factor`` is its sum of losses over `count` items. None:
+        the criterion has none for it, and the loader is told without a loss."""
         self.batches += 1
+        if loss is None:
+            self.without_loss = True
+            return
         if self._on_cpu:
             value = loss.item()
             if self.trains and not math.isfinite(value):
@@ -146,7 +150,8 @@ class LossMean:
     def result(self) -> dict[str, float]:
         """The loss over all samples of all ranks, the same number on every rank."""
         calls.note(("metrics of", self.where))
-        sums = [self._loss, self._count, self.samples, self.batches > 0, *self._sums.values()]
+        sums = [self._loss, self._count, self.samples, self.batches > 0, self.without_loss]
+        sums += self._sums.values()
         if not self.counts:
             sums = [0.0] * len(sums)
         totals = torch.stack(
@@ -156,7 +161,7 @@ class LossMean:
             ]
         )
         all_reduce_sum([totals], self.world)
-        loss, count, samples, ranks, *further = totals.tolist()
+        loss, count, samples, ranks, without_loss, *further = totals.tolist()
         if not ranks:
             purpose = "train on" if self.trains else "evaluate"
             raise UserError(
@@ -164,7 +169,7 @@ class LossMean:
                 "and fewer samples than a global batch (batch_size x workers x accumulate), or an "
                 "empty stream. Write drop_last=False, or a smaller batch_size"
             )
-        values = {"loss": loss / count if count else float("nan")}
+        values = {} if without_loss else {"loss": loss / count if count else float("nan")}
         values |= {
             name: total / samples if samples else float("nan")
             for name, total in zip(self._sums, further, strict=True)

@@ -9,8 +9,8 @@ import torch
 
 from allhands.comm import all_gather_rows, all_gather_text
 from allhands.compat import pytree
+from allhands.data import rows_in
 from allhands.errors import UserError
-from allhands.loop.step_function import rows_of
 
 if TYPE_CHECKING:
     from allhands.loop.own_steps import OwnSteps
@@ -104,7 +104,7 @@ class Misuse:
             return
         leaves = [leaf for leaf in pytree.tree_leaves(own) if isinstance(leaf, torch.Tensor)]
         sizes = [float(leaf.detach().double().abs().sum()) for leaf in leaves]
-        mine = torch.tensor([[share, rows_of(own) or 0, sum(sizes)]], dtype=torch.float64)
+        mine = torch.tensor([[share, rows_in(own) or 0, sum(sizes)]], dtype=torch.float64)
         found = torch.cat(all_gather_rows(mine.to(loop.device), loop.world)).cpu()
         for rank, other in enumerate(found):
             first = int((found[:, 0] == other[0]).nonzero()[0])

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from allhands.data import Feed
+from allhands.data import Feed, rows_in
 from allhands.errors import UserError, WorldError, kind_of
 from allhands.loop.epoch import Batch
 from allhands.loop.loop_checkpoints import LoopCheckpoints
@@ -23,7 +23,7 @@ from allhands.loop.passes_by_hand import PassesByHand
 from allhands.loop.reporter import Reporter
 from allhands.loop.reports import Reports
 from allhands.loop.settings import LoopSettings
-from allhands.loop.step_function import StepFunction, rows_of
+from allhands.loop.step_function import StepFunction
 from allhands.loop.task import Objective, Task
 from allhands.report.history import new_history
 from allhands.step import LossRule
@@ -69,7 +69,7 @@ class OwnSteps(PassesByHand, Reports):
         self._stepped: set[str] = set()
         self._begun = {}
         task = Task(
-            None, None, rows_of, own_calls="the step function is your own", shows_gradients=True
+            None, None, rows_in, own_calls="the step function is your own", shows_gradients=True
         )
         super().__init__(settings, world, reporter, task, checkpoints, epochs)
         if any(group.exchange.passes is not None for group in self.groups.values()):

@@ -213,13 +213,3 @@ def _part(rows: Rows, begin: int, end: int) -> Rows:
         return tensor[begin:end]
 
     return Rows(map_tensors(rows.batch, rows_of), end - begin, rows.first + begin, rows.total)
-
-
-def rows_of(batch: Any) -> int | None:
-    """The rows of a batch: of the first tensor in it."""
-    if isinstance(batch, torch.Tensor):
-        return len(batch) if batch.dim() else None
-    members = batch.values() if isinstance(batch, Mapping) else batch
-    if isinstance(members, (str, bytes)) or not hasattr(members, "__iter__"):
-        return None
-    return next((rows for rows in map(rows_of, members) if rows is not None), None)

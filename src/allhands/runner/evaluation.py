@@ -1,25 +1,23 @@
-"""Calling a model without training it: metrics over whole loaders, and one prediction a sample."""
+"""Calling a model without training it: metrics over whole loaders."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from allhands.comm import all_gather_rows, all_gather_text
-from allhands.data import CountedRows, Feed, to_device
+from allhands.data import CountedRows, Feed, is_samples, to_device
 from allhands.errors import UserError
 from allhands.loop.reporter import Pace, Reporter
+from allhands.runner.keys import chosen_output
 from allhands.runner.metrics import LoaderMetrics
 from allhands.step import LossRule, OverBatch, Precision, WholeBatch
 from allhands.step.counted import as_count, split_pair
 from allhands.step.exchange import Placement
 from allhands.step.modes import evaluation_mode
 from allhands.strategies.base import OutputElsewhere, Strategy
-from allhands.world import World
 
 if TYPE_CHECKING:
     from allhands.runner.supervised import SupervisedRunner
@@ -35,7 +33,8 @@ class Forward:
         module: the model that is called.
         device: where the batch goes.
         criterion: what the output and the target are for. One that compares them element by element
-            gets the target in the output's shape, see `fitting`.
+            gets the target in the output's shape, see `fitting`. One that takes the whole output
+            gets it; others get what the runner's `output_key` names.
         say: is told once when that changes the target's shape.
     """
 
@@ -47,7 +46,7 @@ class Forward:
         criterion: Any = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        self.handle_batch = fitting(runner.handle_batch, criterion, say)
+        self.handle_batch = fitting(runner.handle_batch, criterion, say, runner.output_member)
         self.target_of, self.rows_of = runner.target_of, runner.rows_of
         self.module = module
         self.device = device
@@ -59,26 +58,54 @@ class Forward:
         return self.handle_batch(self.module, batch)
 
 
-def fitting(
-    handle_batch: HandleBatch, criterion: Any, say: Callable[[str], None] | None = None
-) -> HandleBatch:
-    """`handle_batch` whose target has the output's shape, for a criterion that compares the two
-    element by element.
+def metrics_take(runner: SupervisedRunner, criterion: Any) -> str | None:
+    """What metrics take of the output that the criterion has taken: what `output_key` names, where
+    the criterion takes the whole output. None: what the criterion takes."""
+    return runner.output_member if _takes_whole(criterion) else None
 
-    Only where a last dimension of size 1 tells them apart, ``[batch, 1]`` and ``[batch]``: what is
-    meant is certain there, and broadcasting would compare every output with every target. For other
-    criteria it is `handle_batch` itself.
+
+def _takes_whole(criterion: Any) -> bool:
+    return bool(getattr(criterion, "takes_whole_output", False))
+
+
+def fitting(
+    handle_batch: HandleBatch,
+    criterion: Any,
+    say: Callable[[str], None] | None = None,
+    output_key: str | None = None,
+) -> HandleBatch:
+    """`handle_batch` with what the criterion takes: what `output_key` names of the
+    output, and a target of the output's shape for a criterion that compares the two element by
+    element.
+
+    The latter only where a last dimension of size 1 tells them apart, ``[batch, 1]`` and
+    ``[batch]``: what is meant is certain there, and broadcasting would compare every output with
+    every target. For other criteria it is `handle_batch` itself.
 
     Args:
         handle_batch: ``(model, batch)`` to ``(output, target)``.
         criterion: what the two are for; None is no such criterion.
         say: is told once that the target is read in another shape.
+        output_key: the runner's.
     """
+    if output_key is not None and not _takes_whole(criterion):
+        handle_batch = _Chosen(handle_batch, output_key)
     return (
         _Fitting(handle_batch, say)
         if criterion is not None and LossRule(criterion).elementwise
         else handle_batch
     )
+
+
+class _Chosen:
+    """`handle_batch` with what `output_key` names of its output; a class so that it pickles."""
+
+    def __init__(self, handle_batch: HandleBatch, key: str) -> None:
+        self.handle_batch, self.key = handle_batch, key
+
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
+        output, target = self.handle_batch(model, batch)
+        return chosen_output(output, self.key), target
 
 
 class _Fitting:
@@ -195,6 +222,9 @@ def evaluate_feed(
                     else:
                         factor, counts_for = 1.0 if rule.sums else count, count
                     loss: Any = rule.call(output, target)
+                    if loss is None and is_samples(output):
+                        metrics.observe(output, target, None, 1.0, 0)
+                        continue
                     pairs = isinstance(loss, tuple)
                     if rule.check is not None and not pairs:
                         rule.check.look(output, target)
@@ -235,142 +265,3 @@ def _measure_whole(
         rule.check_value(loss)
         for output, target, count in real:
             metrics.observe(output, target, loss, count, count)
-
-
-def predict_feed(
-    feed: Feed,
-    model: nn.Module,
-    forward: Forward,
-    precision: Precision,
-    world: World,
-    placement: Placement,
-) -> Any:
-    """The model's output for every sample, in the order of the feed, on every rank, as CPU tensors.
-
-    Raises:
-        UserError: an output's first dimension is not the batch; a stream that is split by rank.
-    """
-    if not feed.ordered:
-        raise UserError(
-            "predict gives one row a sample in the order of the stream, and that of loader "
-            f"'{feed.name}' is split by rank; pass a stream that gives all samples on every rank"
-        )
-    steps = feed.epoch(0)
-    if feed.own_collate:
-        steps = CountedRows(feed, forward.rows_of)(steps)
-    gives, slices = placement.counts, placement.slices
-    counts_by_step: list[int] = []
-    outputs: list[list[torch.Tensor]] = []
-    tree: Any = None
-    try:
-        with evaluation_mode(model), torch.no_grad(), precision.autocast():
-            for batches, counts, _, _ in steps:
-                for batch, count in zip(batches, counts, strict=True):
-                    try:
-                        output, _ = forward(batch)
-                    except OutputElsewhere:
-                        continue
-                    if slices is not None:
-                        output = slices.full_output(output)
-                    if not gives or not count:
-                        # another rank has the same rows, or waits for this one in its own call
-                        continue
-                    tree, leaves = _flatten(output)
-                    for leaf in leaves:
-                        if leaf.dim() == 0 or len(leaf) != count:
-                            raise UserError(
-                                f"the model gave an output of shape {list(leaf.shape)} for a batch "
-                                f"of {count} rows; predict "
-                                "needs outputs whose first dimension is the batch"
-                            )
-                    outputs.append(
-                        [
-                            leaf.float() if leaf.dtype in (torch.bfloat16, torch.float16) else leaf
-                            for leaf in leaves
-                        ]
-                    )
-                counts_by_step.append(sum(counts) if gives else 0)
-    finally:
-        placement.evaluated()
-    columns = [torch.cat(column) for column in zip(*outputs, strict=True)]
-    if world.world_size == 1 and outputs:
-        return _rebuild(tree, iter([column.cpu() for column in columns]))
-    return _gather(columns, tree, counts_by_step, world, placement.share if gives else None)
-
-
-def _gather(
-    columns: list[torch.Tensor],
-    tree: Any,
-    counts_by_step: list[int],
-    world: World,
-    share: int | None,
-) -> Any:
-    """The rows of all ranks; this one has those of `share`, or none."""
-    # A rank that had no row does not know what the model gives.
-    leaves = [[list(c.shape[1:]), str(c.dtype).removeprefix("torch.")] for c in columns]
-    described = {"tree": tree, "leaves": leaves, "share": share}
-    said = [json.loads(text) for text in all_gather_text(json.dumps(described), world)]
-    known = next((one for one in said if one["tree"] is not None), None)
-    if known is None:
-        raise UserError(
-            "predict: the collate function has dropped every sample, so there is no row to give"
-        )
-    if not columns:
-        columns = [
-            torch.empty(0, *shape, dtype=getattr(torch, dtype), device=world.device)
-            for shape, dtype in known["leaves"]
-        ]
-    steps = all_gather_rows(
-        torch.tensor(counts_by_step, dtype=torch.int64, device=world.device), world
-    )
-    givers = sorted(
-        (one["share"], rank) for rank, one in enumerate(said) if one["share"] is not None
-    )
-    gathered = []
-    for column in columns:
-        by_rank = [part.cpu() for part in all_gather_rows(column, world)]
-        pieces = [part.split(counts.tolist()) for part, counts in zip(by_rank, steps, strict=True)]
-        # Within a step the ranks hold contiguous shares, in the order of the shares.
-        gathered.append(
-            torch.cat(
-                [pieces[rank][step] for step in range(len(counts_by_step)) for _, rank in givers]
-            )
-        )
-    return _rebuild(known["tree"], iter(gathered))
-
-
-def _flatten(output: Any) -> tuple[Any, list[torch.Tensor]]:
-    """The shape of a tree of tuples, lists and dicts as plain JSON, and its tensors in order."""
-    if isinstance(output, torch.Tensor):
-        return "tensor", [output]
-    if isinstance(output, Mapping):
-        if not all(isinstance(key, str) for key in output):
-            raise UserError("predict: a dict that the model gives must have strings as keys")
-        parts = [_flatten(value) for value in output.values()]
-        return ["dict", list(output), [tree for tree, _ in parts]], [
-            leaf for _, leaves in parts for leaf in leaves
-        ]
-    if isinstance(output, (list, tuple)):
-        parts = [_flatten(value) for value in output]
-        name = "tuple" if isinstance(output, tuple) else "list"
-        return [name, [], [tree for tree, _ in parts]], [
-            leaf for _, leaves in parts for leaf in leaves
-        ]
-    raise UserError(
-        f"the model gave a {type(output).__name__}; predict needs tensors, or tuples, lists or "
-        "dicts of them"
-    )
-
-
-def _rebuild(tree: Any, leaves: Iterator[torch.Tensor]) -> Any:
-    if tree == "tensor":
-        return next(leaves)
-    kind, keys, children = tree
-    values = [_rebuild(child, leaves) for child in children]
-    return (
-        dict(zip(keys, values, strict=True))
-        if kind == "dict"
-        else tuple(values)
-        if kind == "tuple"
-        else values
-    )

@@ -1,4 +1,5 @@
-"""Which members of a batch that is a dict are the model's inputs, and which its target."""
+"""Which members of a batch are the model's inputs, which its target, and which of its output is
+measured."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from allhands.errors import UserError, did_you_mean
+from allhands.data import named_members
+from allhands.errors import UserError, did_you_mean, kind_of
 
 #: One key; several; or several by the name under which they are passed on.
 Keys = str | Sequence[str] | Mapping[str, str]
@@ -90,6 +92,38 @@ def takes_by_name(model: nn.Module, names: Sequence[str]) -> bool:
     except (TypeError, ValueError):
         return False
     return True
+
+
+def check_output_key(key: Any) -> str | None:
+    """`key`; raises `UserError` where it is neither a str nor None."""
+    if key is not None and (not isinstance(key, str) or not key):
+        raise UserError(
+            f"output_key={key!r}; it must be the name of what criterion and metrics take of the "
+            "model's output, such as 'logits', or None for all of it"
+        )
+    return key
+
+
+def chosen_output(output: Any, key: str | None) -> Any:
+    """What `output_key` names in a model's output.
+
+    Raises:
+        UserError: it has nothing of this name.
+    """
+    if key is None:
+        return output
+    members = named_members(output)
+    if members is None:
+        raise UserError(
+            f"output_key={key!r}, and the model's output is {kind_of(output)}, which names "
+            "nothing; leave output_key out, or let handle_batch return what is meant"
+        )
+    if key not in members:
+        raise UserError(
+            f"output_key={key!r}, and the model's output has {', '.join(map(repr, members))}"
+            f"{did_you_mean(key, map(str, members), '')}"
+        )
+    return members[key]
 
 
 def _listed(keys: Keys) -> list[str]:

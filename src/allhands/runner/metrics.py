@@ -3,17 +3,22 @@ once."""
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from allhands.comm import all_gather_text
-from allhands.errors import UserError, kind_of
+from allhands.data import rows_in
+from allhands.errors import UserError, did_you_mean, kind_of
 from allhands.loop.loss_mean import LossMean
+from allhands.runner.keys import chosen_output
+from allhands.runner.metric_states import (
+    lists_of_all_ranks,
+    shape_empty_states,
+    states_of,
+    take_up_states,
+)
+from allhands.step.counted import output_advice
 from allhands.world import World
 
 if TYPE_CHECKING:
@@ -36,21 +41,30 @@ BUILT_IN: dict[str, MetricLike] = {"accuracy": accuracy}
 
 
 def named_metrics(metrics: Any) -> dict[str, MetricLike]:
-    """Metrics by name, from a dict, or from a list whose members name themselves.
+    """Metrics by name, from a dict, or from a list whose members name themselves; from a dict of
+    these by loader, a dict of such dicts. A MetricCollection of torchmetrics is taken apart.
 
     Raises:
         UserError: a name repeats, is taken, or a member is neither a metric nor a function.
     """
     if metrics is None:
         return {}
+    if isinstance(metrics, Mapping) and any(map(_are_several, metrics.values())):
+        odd = [name for name, value in metrics.items() if not _are_several(value)]
+        if odd:
+            raise UserError(
+                f"metrics names some by loader, and {', '.join(map(repr, odd))} without one; write "
+                f"metrics={{'valid': {{'{odd[0]}': …}}}}, or all of them for all loaders"
+            )
+        return {str(loader): named_metrics(own) for loader, own in metrics.items()}
     if isinstance(metrics, (str, bytes)) or callable(metrics):
         metrics = [metrics]
-    pairs = (
-        list(metrics.items())
-        if isinstance(metrics, Mapping)
-        else [(_name_of(metric), metric) for metric in metrics]
-    )
     named: dict[str, MetricLike] = {}
+    pairs = _taken_apart(
+        metrics.items()
+        if isinstance(metrics, Mapping)
+        else ((None if isinstance(m, torch.nn.ModuleDict) else _name_of(m), m) for m in metrics)
+    )
     for name, metric in pairs:
         if isinstance(metric, str):
             if metric not in BUILT_IN:
@@ -79,6 +93,48 @@ def named_metrics(metrics: Any) -> dict[str, MetricLike]:
     return named
 
 
+def all_metrics(named: Mapping[str, Any]) -> dict[str, MetricLike]:
+    """What `named_metrics` gave, of all loaders together."""
+    found: dict[str, MetricLike] = {}
+    for name, metric in named.items():
+        found |= metric if isinstance(metric, dict) else {name: metric}
+    return found
+
+
+def metrics_by_loader(
+    named: Mapping[str, Any], loaders: Iterable[str]
+) -> dict[str, dict[str, MetricLike]]:
+    """What `named_metrics` gave, for each of the loaders.
+
+    Raises:
+        UserError: it names a loader that there is not.
+    """
+    known = list(loaders)
+    if not any(isinstance(own, dict) for own in named.values()):
+        return {loader: dict(named) for loader in known}
+    for name in named:
+        if name not in known:
+            raise UserError(
+                f"metrics are named for loader {name!r}, and there is none"
+                f"{did_you_mean(name, known)} Loaders are: {', '.join(known)}"
+            )
+    return {loader: named.get(loader, {}) for loader in known}
+
+
+def _are_several(value: Any) -> bool:
+    return isinstance(value, (Mapping, list, tuple))
+
+
+def _taken_apart(pairs: Iterable[tuple[str | None, Any]]) -> Iterator[tuple[Any, Any]]:
+    """The members of a MetricCollection, which is a ModuleDict, in its place."""
+    for name, metric in pairs:
+        if isinstance(metric, torch.nn.ModuleDict):
+            for own, member in metric.items():
+                yield own if name is None else f"{name}_{own}", member
+        else:
+            yield name, metric
+
+
 def _name_of(metric: Any) -> str:
     if isinstance(metric, str):
         return metric
@@ -98,6 +154,8 @@ class LoaderMetrics(LossMean):
         metrics: by name.
         world, trains, counts: see `LossMean`.
         slices: see `Strategy.slices`.
+        output_key: what metrics take of outputs; None: all.
+        say: takes a line to print.
     """
 
     def __init__(
@@ -107,8 +165,10 @@ class LoaderMetrics(LossMean):
         trains: bool,
         counts: bool = True,
         slices: Any = None,
+        output_key: str | None = None,
+        say: Callable[[str], None] | None = None,
     ) -> None:
-        self.slices = slices
+        self.slices, self.output_key, self.say = slices, output_key, say
         self._functions: dict[str, Callable[..., Any]] = {}
         self._modules: dict[str, Metric] = {}
         for name, metric in metrics.items():
@@ -123,6 +183,7 @@ class LoaderMetrics(LossMean):
                 self._modules[name] = metric.clone().to(world.device)  # type: ignore[operator]
             else:
                 self._functions[name] = metric
+        self._told: set[str] = set()
         super().__init__(world, trains, counts)
 
     def start(self, where: str) -> None:
@@ -135,7 +196,7 @@ class LoaderMetrics(LossMean):
             module.reset()
 
     def observe(
-        self, output: Any, target: Any, loss: torch.Tensor, factor: float, count: Any
+        self, output: Any, target: Any, loss: torch.Tensor | None, factor: float, count: Any
     ) -> None:
         super().observe(output, target, loss, factor, count)
         if not (self._functions or self._modules):
@@ -143,7 +204,7 @@ class LoaderMetrics(LossMean):
         if self.slices is not None:
             output = self.slices.full_output(output)
         if self.counts:
-            self._keep(output, target)
+            self._keep(chosen_output(output, self.output_key), target)
 
     def _keep(self, output: Any, target: Any) -> None:
         if not isinstance(output, torch.Tensor) or not isinstance(target, torch.Tensor):
@@ -170,6 +231,11 @@ class LoaderMetrics(LossMean):
         self.samples += rows
         with torch.no_grad():
             for name, function in self._functions.items():
+                if function is accuracy and not isinstance(output, torch.Tensor):
+                    raise UserError(
+                        f"metric '{name}' takes a tensor, and the model's output is "
+                        f"{kind_of(output)}; {output_advice(output)}"
+                    )
                 value = function(output, target)
                 if isinstance(value, torch.Tensor):
                     if value.numel() != 1:
@@ -189,7 +255,7 @@ class LoaderMetrics(LossMean):
                         f"metric '{name}', a {type(module).__name__}, cannot take the model's "
                         f"output, which is {kind_of(output)} ({type(error).__name__}: {error}); "
                         f"write a function of it, metrics={{'{name}': lambda output, target: "
-                        "…}}, or let handle_batch return the tensor"
+                        f"…}}, or {output_advice(output)}"
                     ) from error
 
     def partial(self) -> dict[str, torch.Tensor]:
@@ -199,7 +265,7 @@ class LoaderMetrics(LossMean):
         for number, (output, target) in enumerate(zip(self._outputs, self._targets, strict=True)):
             parts[f"output/{number}"], parts[f"target/{number}"] = output, target
         for name, module in self._modules.items():
-            parts |= {f"module/{name}/{key}": value for key, value in _states(module).items()}
+            parts |= {f"module/{name}/{key}": value for key, value in states_of(module).items()}
         return parts
 
     def take_up(self, parts: Sequence[Mapping[str, torch.Tensor]]) -> None:
@@ -212,7 +278,7 @@ class LoaderMetrics(LossMean):
                     for key, value in part.items()
                     if key.startswith(prefix)
                 }
-                _take_up_states(name, module, states, merge=number > 0)
+                take_up_states(name, module, states, merge=number > 0)
             kept = sum(key.startswith("output/") for key in part)
             for index in range(kept):
                 output, target = part[f"output/{index}"], part[f"target/{index}"]
@@ -227,91 +293,43 @@ class LoaderMetrics(LossMean):
     def _computed(self, some_empty: bool) -> dict[str, float]:
         if some_empty:
             for module in self._modules.values():
-                _shape_empty_states(module, self.world)
-        # Each module reduces its own states over the ranks.
-        return {name: _scalar(name, module.compute()) for name, module in self._modules.items()}
+                shape_empty_states(module, self.world)
+        values: dict[str, float] = {}
+        for name, module in self._modules.items():
+            with lists_of_all_ranks(name, module, self.world):
+                # Each module reduces its other states over the ranks itself.
+                computed = module.compute()
+            for key, value in self._numbers(name, computed).items():
+                if key in values or key in self._sums or key == "loss":
+                    raise UserError(
+                        f"two metrics give a value named '{key}'; name them apart: "
+                        f"metrics={{'{name}_1': …}}"
+                    )
+                values[key] = value
+        return values
+
+    def _numbers(self, name: str, computed: Any) -> dict[str, float]:
+        """What a metric has computed, by name; of a dict, its members that are numbers."""
+        if not isinstance(computed, Mapping):
+            return {name: _scalar(name, computed)}
+        numbers = {
+            f"{name}_{key}": float(value)
+            for key, value in computed.items()
+            if isinstance(value, (int, float)) or _is_number(value)
+        }
+        left = [str(key) for key in computed if f"{name}_{key}" not in numbers]
+        if left and self.say is not None and name not in self._told:
+            self._told.add(name)
+            self.say(f"note: metric '{name}' computes {', '.join(left)}, too, which is no number")
+        return numbers
 
 
-def _metrics_in(module: Metric) -> list[tuple[str, Any]]:
-    """A torchmetrics metric and those inside it, by path."""
-    return [
-        (path, metric) for path, metric in module.named_modules() if hasattr(metric, "metric_state")
-    ]
-
-
-def _shape_empty_states(module: Metric, world: World) -> None:
-    """Give the lists of outputs that a metric keeps (AUROC) an empty tensor of the right form on
-    ranks without a sample.
-
-    torchmetrics gathers float32 of shape ``[0]`` from such a rank, whatever the others hold, which
-    ends their processes.
-    """
-    lists = [
-        (f"{path}:{name}", metric, name)
-        for path, metric in _metrics_in(module)
-        for name, value in metric.metric_state.items()
-        if isinstance(value, list)
-    ]
-    kept = {key: getattr(metric, name)[0] for key, metric, name in lists if getattr(metric, name)}
-    forms = {key: [list(value.shape[1:]), str(value.dtype)] for key, value in kept.items()}
-    known: dict[str, Any] = {}
-    for text in all_gather_text(json.dumps(forms), world):
-        known |= json.loads(text)
-    for key, metric, name in lists:
-        if key in known and key not in kept:
-            shape, dtype = known[key]
-            empty = torch.empty(
-                0, *shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=world.device
-            )
-            setattr(metric, name, [empty])
-
-
-def _states(module: Metric) -> dict[str, torch.Tensor]:
-    """A torchmetrics metric's states, and those of metrics inside it, as tensors by name."""
-    states = {}
-    for path, metric in _metrics_in(module):
-        states[f"{path}:updates"] = torch.tensor(metric.update_count)
-        for name, value in metric.metric_state.items():
-            if isinstance(value, list):
-                states |= {f"{path}:{name}/{number}": item for number, item in enumerate(value)}
-            else:
-                states[f"{path}:{name}"] = value
-    return states
-
-
-def _take_up_states(
-    name: str, module: Metric, states: Mapping[str, torch.Tensor], merge: bool
-) -> None:
-    """Give `module` the states that `_states` gave of another, or merge them into its own."""
-    other = module.clone() if merge else module
-    if merge:
-        other.reset()
-    for path, metric in _metrics_in(other):
-        for state, value in metric.metric_state.items():
-            if isinstance(value, list):
-                count = sum(key.startswith(f"{path}:{state}/") for key in states)
-                setattr(
-                    metric,
-                    state,
-                    [states[f"{path}:{state}/{i}"].to(metric.device) for i in range(count)],
-                )
-            else:
-                setattr(metric, state, states[f"{path}:{state}"].to(metric.device))
-        metric._update_count = int(states[f"{path}:updates"])
-        metric._computed = None
-    if merge:
-        try:
-            module.merge_state(other)
-        except RuntimeError as error:
-            raise UserError(
-                f"metric '{name}' cannot go on in the middle of an epoch with another number of "
-                f"workers ({error}); resume with "
-                "the same number, or from a checkpoint of the end of an epoch"
-            ) from None
+def _is_number(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1
 
 
 def _scalar(name: str, value: Any) -> float:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
+    if _is_number(value):
         return float(value)
     raise UserError(
         f"metric '{name}' computed {type(value).__name__} {getattr(value, 'shape', '')}; only "
@@ -320,28 +338,13 @@ def _scalar(name: str, value: Any) -> float:
 
 
 def _rows(output: Any, target: Any) -> int:
-    """Samples of a batch: the first dimension of the output or the target, of the one that is a
-    tensor and no tree of them."""
-    whole = (value for value in (output, target) if isinstance(value, torch.Tensor))
-    for tensor in itertools.chain(whole, _tensors(output), _tensors(target)):
-        if tensor.dim():  # a loss among the outputs has none
-            return len(tensor)
-    raise UserError(
-        f"cannot tell how many samples a model's output of type {type(output).__name__} and a "
-        "target of type "
-        f"{type(target).__name__} hold; return tensors whose first dimension is the batch"
-    )
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from _tensors(getattr(value, field.name))
+    """Samples of a batch, see `rows_in`; those of the output or the target, whichever tells."""
+    rows = rows_in((output, target))
+    if rows is None:
+        raise UserError(
+            f"cannot tell how many samples a model's output of type {type(output).__name__} and a "
+            "target of type "
+            f"{type(target).__name__} hold; return tensors whose first dimension is the batch, or "
+            "a list with a dict for each sample"
+        )
+    return rows

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,6 @@ from allhands.loop.base_loop import BaseLoop
 from allhands.loop.epoch import Batch, Evaluation
 from allhands.loop.own_checkpoints import OwnCheckpoints
 from allhands.loop.own_steps import OwnSteps
-from allhands.report.history import Values
 from allhands.runner.own_settings import OwnTrainSettings
 from allhands.runner.runner_checkpoints import RunnerCheckpoints
 from allhands.runner.training import Training
@@ -110,18 +108,6 @@ class OwnTraining(Training):
                 evaluation.take(_values(values, f"{self._name}.valid_step"))
             evaluation.close()
         return dict(evaluation)
-
-    def _main(self, values: Values) -> float:
-        name, measured = self.settings.main_metric, values[self.valid_loader]
-        if name in measured:
-            return measured[name]
-        plateau = any(group.schedule.needs_metric for group in self.loop.groups.values())
-        if name == "loss" and not self.settings.load_best_on_end and not plateau:
-            return math.nan  # no epoch is the best
-        raise UserError(
-            f"main_metric={name!r} is not measured; loader '{self.valid_loader}' measures: "
-            f"{', '.join(measured) or 'nothing'}"
-        )
 
 
 class OwnRunnerCheckpoints(RunnerCheckpoints, OwnCheckpoints):

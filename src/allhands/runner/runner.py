@@ -213,9 +213,10 @@ class Runner:
                 "valid": ds}``, or ``{"batch_size": 32, "get_datasets_fn": fn, **kwargs_of_fn}``,
                 which builds the data only in the workers. `batch_size` is per worker.
             metrics: torchmetrics metrics, functions ``(output, target)`` to the mean over the
-                samples, or names of built-in ones ("accuracy"); a list or a dict by name. Exact
-                over all samples of all workers. None with steps of your own, which return what is
-                measured.
+                samples, or names of built-in ones ("accuracy"); a list or a dict by name, or a
+                dict of these by loader. Exact over all samples of all workers. Of a metric that
+                computes a dict, its numbers are told as ``name_key``. None with steps of your own,
+                which return what is measured.
             callbacks: list of `Callback`.
             logdir: folder for checkpoints, ``metrics.csv`` and TensorBoard files; None writes
                 nothing. With one, SIGTERM and SIGUSR1 save a checkpoint and end the process with

@@ -18,9 +18,10 @@ from allhands.runner.evaluation import (
     check_over_batch,
     evaluate_feed,
     loss_rule,
-    predict_feed,
+    metrics_take,
 )
-from allhands.runner.metrics import LoaderMetrics
+from allhands.runner.metrics import LoaderMetrics, metrics_by_loader
+from allhands.runner.prediction import predict_feed
 from allhands.runner.running import in_training
 from allhands.step import Precision
 from allhands.step.exchange import Placement
@@ -49,10 +50,18 @@ def evaluate(
             Precision(precision, world.device),
         )
         counts, slices = placement.counts, placement.slices
-        values = {}
+        by_loader, values = metrics_by_loader(metrics, feeds), {}
         for name, feed in feeds.items():
             rule = loss_rule(criterion, feed, runner, slices)
-            measured = LoaderMetrics(metrics, world, trains=False, counts=counts, slices=slices)
+            measured = LoaderMetrics(
+                by_loader[name],
+                world,
+                trains=False,
+                counts=counts,
+                slices=slices,
+                output_key=metrics_take(runner, criterion),
+                say=reporter.line,
+            )
             steps = feed.epoch(0)
             values[name] = evaluate_feed(
                 feed, steps, module, forward, rule, measured, number, reporter, name, placement

@@ -8,12 +8,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from allhands.data import is_samples, named_members, rows_in
 from allhands.errors import UserError, kind_of
 from allhands.loop.reporter import Reporter
 from allhands.loop.settings import Data, check_model, check_values
 from allhands.runner import standalone
 from allhands.runner.hooks import check_runner
-from allhands.runner.keys import Keys, check_keys, inputs_of, missing_key, takes_by_name, target_in
+from allhands.runner.keys import (
+    Keys,
+    check_keys,
+    check_output_key,
+    inputs_of,
+    missing_key,
+    takes_by_name,
+    target_in,
+)
 from allhands.runner.metrics import named_metrics
 from allhands.runner.runner import Runner
 from allhands.runner.running import in_training
@@ -28,32 +37,44 @@ class SupervisedRunner(Runner):
     """Trains, evaluates and applies a model that maps an input to an output, given targets.
 
     A batch is ``(input, target)``, ``(input, …, target)`` whose leading members are all passed to
-    the model, or a dict in which `input_key` and `target_key` name the two. Override `handle_batch`
-    for anything else, and `target_of` where the batch is an object of a class of its own.
+    the model, or a dict in which `input_key` and `target_key` name the two. A batch that is an
+    object (a dataclass, a batch of PyTorch Geometric) is passed to the model as it is, or its
+    members that `input_key` names are; `target_key` names its target. Override `handle_batch` for
+    anything else.
 
     Args:
         model: default for the methods' `model`.
         device: ``"cpu"`` or ``"cuda"``; None takes a GPU where there is one.
-        input_key: the model's input in batches that are dicts. A list of keys gives the model
-            several: by their names where its ``forward`` has arguments of all these names, else in
-            their order. A dict names the model's argument for each key, ``{"user": "user_id",
-            "item": "item_id"}``.
-        target_key: the target in batches that are dicts. A list of keys gives a dict of targets by
-            key; a dict one by its own names.
+        input_key: the model's input in batches that are dicts; None is "features". A list of keys
+            gives the model several: by their names where its ``forward`` has arguments of all these
+            names, else in their order. A dict names the model's argument for each key, ``{"user":
+            "user_id", "item": "item_id"}``.
+        target_key: the target in batches that are dicts or objects. A list of keys gives a dict of
+            targets by key; a dict one by its own names.
+        output_key: what criterion, metrics and `predict` take of an output that is a dict, a
+            dataclass or an output of transformers, such as "logits". None takes all of it. A
+            `ModelLoss` gets the whole output in any case.
 
     Raises:
-        UserError: a key is no string, list or dict of strings.
+        UserError: a key is no string, list or dict of strings; `output_key` is no string. In use:
+            the batch or the output has nothing of the name.
     """
 
     def __init__(
         self,
         model: nn.Module | None = None,
         device: str | None = None,
-        input_key: Keys = "features",
+        input_key: Keys | None = None,
         target_key: Keys = "targets",
+        output_key: str | None = None,
     ) -> None:
         super().__init__(model, device)
-        self.input_key: Keys = check_keys("input_key", input_key)
+        self.input_key: Keys = check_keys(
+            "input_key", "features" if input_key is None else input_key
+        )
+        self._whole_objects = input_key is None
+        #: What `output_key` names.
+        self.output_member = check_output_key(output_key)
         self.target_key: Keys = check_keys("target_key", target_key)
         self._by_name: dict[
             type, bool
@@ -69,25 +90,29 @@ class SupervisedRunner(Runner):
             if len(batch) == 1:
                 return model(batch[0]), None
             return model(*batch[:-1]), batch[-1]
-        if isinstance(batch, Mapping):
-            args, kwargs = self._inputs(model, batch)
-            return model(*args, **kwargs), target_in(batch, self.target_key)
-        return model(batch), None
+        members = named_members(batch)
+        if members is None:
+            return model(batch), None
+        if self._whole_objects and not isinstance(batch, Mapping):
+            return model(batch), target_in(members, self.target_key)
+        args, kwargs = self._inputs(model, members)
+        return model(*args, **kwargs), target_in(members, self.target_key)
 
     def target_of(self, batch: Any) -> Any:
         """The target in a batch; asked before the forward pass by criteria that count their
         targets.
 
         Raises:
-            UserError: a dict without `target_key`, or an object of which it is not known where its
-                target is.
+            UserError: a dict or an object without `target_key`, or something of which it is not
+                known where its target is.
         """
-        if isinstance(batch, Mapping):
-            if error := missing_key("target_key", self.target_key, batch):
-                raise error
-            return target_in(batch, self.target_key)
         if isinstance(batch, (tuple, list)) and batch:
             return batch[-1]
+        members = named_members(batch)
+        if members is not None:
+            if error := missing_key("target_key", self.target_key, members):
+                raise error
+            return target_in(members, self.target_key)
         name = type(self).__name__
         raise UserError(
             f"the criterion counts its targets, and {name} does not know where they are in a batch "
@@ -111,26 +136,21 @@ class SupervisedRunner(Runner):
         """How many samples a batch holds that a collate function of yours has made; None: as many
         as it was given.
 
-        The length of the target's first dimension, where it is a tensor with one, else of the first
-        tensor in the batch. Override it for batches of another form; nobody asks for batches that
-        PyTorch's own collate function has made.
+        The graphs of a batch of PyTorch Geometric; else the length of the target's first dimension,
+        where it is a tensor with one, or that of the first tensor in the batch; or as many as a
+        list of dicts in it has. Override it for batches of another form; nobody asks for batches
+        that PyTorch's own collate function has made.
         """
-        if batch is None:
+        if batch is None or (isinstance(batch, (Mapping, list, tuple)) and not batch):
             return 0
-        if isinstance(batch, Mapping):
-            members, target = list(batch.values()), target_in(batch, self.target_key)
-        elif isinstance(batch, (list, tuple)):
-            members, target = list(batch), batch[-1] if batch else None
-        else:
-            members, target = [batch], None
-        if not members:
-            return 0
-        tensors = [
-            member
-            for member in (target, *members)
-            if isinstance(member, torch.Tensor) and member.dim()
-        ]
-        return len(tensors[0]) if tensors else None
+        if isinstance(batch, torch.Tensor) or hasattr(batch, "num_graphs"):
+            return rows_in(batch)
+        if isinstance(batch, (list, tuple)):
+            return len(batch) if is_samples(batch) else rows_in((batch[-1], *batch), False)
+        members = named_members(batch)
+        if members is None:
+            return None
+        return rows_in((target_in(members, self.target_key), *members.values()), in_lists=False)
 
     @property
     def plain_batches(self) -> bool:
@@ -205,7 +225,9 @@ class SupervisedRunner(Runner):
 
         Returns:
             CPU tensors of shape ``[samples, …]``, in the structure (tuple, list, dict) of the
-            model's output.
+            model's output; the fields of a dataclass or of an output of transformers come as a
+            dict. Of a model that gives a list with a dict for each sample, as those of detection
+            do, a list of all samples' dicts.
 
         Raises:
             UserError: a loader with drop_last=True, which would lose rows; an output whose first

@@ -11,8 +11,8 @@ from torch import nn
 from allhands.data import Feed
 from allhands.loop.base_loop import BaseLoop
 from allhands.loop.task import Objective, Task
-from allhands.runner.evaluation import Forward, evaluate_feed, loss_rule
-from allhands.runner.metrics import LoaderMetrics
+from allhands.runner.evaluation import Forward, evaluate_feed, loss_rule, metrics_take
+from allhands.runner.metrics import LoaderMetrics, metrics_by_loader
 from allhands.runner.runner_checkpoints import RunnerCheckpoints
 from allhands.runner.train_settings import TrainSettings
 from allhands.runner.training import Training
@@ -50,13 +50,16 @@ class SupervisedTraining(Training):
         self.forward = Forward(
             runner, loop.called, world.device, settings.criterion, self.reporter.line
         )
+        metrics = metrics_by_loader(settings.metrics, loop.feeds)
         self.metrics = {
             name: LoaderMetrics(
-                settings.metrics,
+                metrics[name],
                 world,
                 trains=feed in loop.trained,
                 counts=loop.counts,
                 slices=loop.slices,
+                output_key=metrics_take(runner, settings.criterion),
+                say=self.reporter.line,
             )
             for name, feed in loop.feeds.items()
         }
@@ -106,6 +109,6 @@ def _call(
     """What has the runner call a module on a batch."""
 
     def call(module: nn.Module, batch: Any) -> Any:
-        return Forward(runner, module, world.device)(batch)
+        return Forward(runner, module, world.device, settings.criterion)(batch)
 
     return call

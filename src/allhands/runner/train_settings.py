@@ -16,6 +16,7 @@ from allhands.loop.trainable import check_trainable
 from allhands.runner.callbacks import Callback
 from allhands.runner.evaluation import check_over_batch
 from allhands.runner.hooks import check_callback
+from allhands.runner.metrics import all_metrics
 
 
 @dataclass(kw_only=True)
@@ -68,8 +69,14 @@ class TrainSettings(LoopSettings):
             )
 
     def _check_main_metric(self) -> None:
-        known = ["loss", *self.metrics]
-        if self.main_metric not in known:
+        metrics = all_metrics(self.metrics)
+        known = ["loss", *metrics]
+        # torchmetrics may compute several values, whose names are only known when it has.
+        may_be = any(
+            isinstance(metric, nn.Module) and self.main_metric.startswith(f"{name}_")
+            for name, metric in metrics.items()
+        )
+        if self.main_metric not in known and not may_be:
             raise UserError(
                 f"main_metric={self.main_metric!r} is not measured; measured are: "
                 f"{', '.join(known)}"

@@ -323,7 +323,16 @@ class Training(ABC):
         report_epoch(self.reporter, what, place, values, rates[0], seconds, improved, samples, left)
 
     def _main(self, values: Values) -> float:
-        return values[self.valid_loader][self.settings.main_metric]
+        name, measured = self.settings.main_metric, values[self.valid_loader]
+        if name in measured:
+            return measured[name]
+        plateau = any(group.schedule.needs_metric for group in self.loop.groups.values())
+        if name == "loss" and not self.settings.load_best_on_end and not plateau:
+            return math.nan  # no epoch is the best
+        raise UserError(
+            f"main_metric={name!r} is not measured; loader '{self.valid_loader}' measures: "
+            f"{', '.join(measured) or 'nothing'}"
+        )
 
     # ------------------------------------------------------------------ loaders
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from allhands.data.trees import is_samples, named_members
 from allhands.errors import UserError, kind_of
 
 
@@ -17,6 +18,8 @@ class Counted(nn.Module, ABC):
 
     #: Whether the criterion returns a pair, and not a mean over the samples.
     pairs: bool = True
+    #: Whether it takes all that the model gives, whatever `output_key` of the runner says.
+    takes_whole_output: bool = False
 
     @abstractmethod
     def mean(self, output: Any, target: Any) -> torch.Tensor:
@@ -83,10 +86,15 @@ class ModelLoss(Counted):
         shift: the first target of each sequence (dimension 1) does not count, as in causal language
             models, which predict ``labels[:, 1:]``.
 
+    In evaluation, an output that is a list with a dict for each sample has no loss, as models of
+    detection compute none there: the loader is then measured by its metrics alone.
+
     Raises:
         UserError: `over` is neither; when called: the output has no loss, or the target is no
             tensor.
     """
+
+    takes_whole_output = True
 
     def __init__(
         self, over: str = "targets", ignore_index: int = -100, shift: bool = False
@@ -108,11 +116,28 @@ class ModelLoss(Counted):
         return loss
 
     def forward(self, output: Any, target: Any) -> Any:
+        if is_samples(output) and not torch.is_grad_enabled():
+            return None
         loss = self.mean(output, target)
         if not self.pairs:
             return loss
         count = targets_counted(target, self.ignore_index, "ModelLoss", self.shift)
         return _times(torch.where(count > 0, loss, 0.0), count), count
+
+
+def output_advice(output: Any) -> str:
+    """What to write where a tensor is needed and `output` is none."""
+    names = [
+        str(name)
+        for name, value in (named_members(output) or {}).items()
+        if isinstance(value, torch.Tensor) and value.dim()
+    ]
+    if not names:
+        return "let handle_batch return the tensor"
+    runner = f"SupervisedRunner(output_key={names[0]!r})"
+    return f"write {runner}" + (
+        f", or another of {', '.join(map(repr, names))}" if names[1:] else ""
+    )
 
 
 def targets_counted(target: Any, ignore_index: int, who: str, shift: bool = False) -> torch.Tensor:

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from allhands.comm import all_gather_text
-from allhands.errors import UserError
-from allhands.step.counted import Counted
+from allhands.errors import UserError, kind_of
+from allhands.step.counted import Counted, output_advice
 from allhands.step.mean_check import MeanCheck
 from allhands.step.over_batch import OverBatch
 from allhands.world import World
@@ -56,6 +56,7 @@ class LossRule:
         counts_targets: the count is what `count_targets` gives, not the number of samples.
         pairs: the criterion returns ``(sum, count)``; None as long as only its first calls can
             tell, until `settle`.
+        of_torch: the criterion is one of PyTorch's own.
         over_batch: the criterion is computed of the whole global batch at once.
         check: looks at these calls; None where nothing is to be found out.
         note: takes a line to print.
@@ -79,6 +80,7 @@ class LossRule:
                 "element; write reduction='mean'"
             )
         self.sums = reduction == "sum"
+        self.of_torch = _of_torch(function)
         self.counts_targets = False
         self._ignore_index = -100
         self._class_weights: torch.Tensor | None = None
@@ -104,7 +106,7 @@ class LossRule:
         self._at_first: tuple[bool | None, Callable[[], MeanCheck]] | None = None
         if isinstance(criterion, Counted):
             self.pairs = criterion.pairs
-        elif self.sums or self.counts_targets or _of_torch(function):
+        elif self.sums or self.counts_targets or self.of_torch:
             self.pairs = False
         self.check: MeanCheck | None = None
         if self.pairs is None:
@@ -206,7 +208,13 @@ class LossRule:
 
     def check_shapes(self, output: Any, target: Any) -> None:
         """Raise `UserError` when an elementwise criterion would broadcast its two arguments against
-        each other."""
+        each other, or one of PyTorch's own is given an output that is no tensor."""
+        if self.of_torch and not isinstance(output, torch.Tensor):
+            name = getattr(self.mean_call, "__name__", type(self.mean_call).__name__)
+            raise UserError(
+                f"the criterion {name} takes a tensor, and the model's output is "
+                f"{kind_of(output)}; {output_advice(output)}"
+            )
         if (
             not self.elementwise
             or not isinstance(output, torch.Tensor)

@@ -9,12 +9,11 @@ it after the first steps.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import math
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +21,7 @@ import torch
 from torch import nn
 
 from allhands.data.random import preserved_generators
+from allhands.data.trees import map_tensors
 from allhands.errors import kind_of
 
 # Numbers in the samples that are compared; a language model's outputs are among the largest tensors
@@ -182,38 +182,14 @@ class NotCutError(Exception):
 def map_known(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     """A tree with its tensors changed; raises `NotCutError` for what may hold samples in a way that
     nobody knows."""
-    if type(value) is torch.Tensor:
-        return change(value)
-    if value is None:
-        return value
-    if isinstance(value, Mapping):
-        made = {key: map_known(item, change) for key, item in value.items()}
-        return made if type(value) is dict else _like(value, made)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_known(item, change) for item in value))
-    if type(value) in (list, tuple):
-        return type(value)(map_known(item, change) for item in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _like(
-            value,
-            {
-                field.name: map_known(getattr(value, field.name), change)
-                for field in dataclasses.fields(value)
-            },
-        )
-    raise NotCutError(kind_of(value))
 
+    def refuse(other: Any) -> Any:
+        if other is not None:
+            raise NotCutError(kind_of(other))
 
-def _like(value: Any, items: dict[str, Any]) -> Any:
-    """A copy of a dataclass or of a mapping of another class (the outputs of transformers are both)
-    with other items."""
-    made = copy.copy(value)
-    for name, item in items.items():
-        if isinstance(made, Mapping):
-            made[name] = item  # type: ignore[index]
-        if dataclasses.is_dataclass(made):
-            object.__setattr__(made, name, item)
-    return made
+    return map_tensors(
+        value, lambda leaf: change(leaf) if type(leaf) is torch.Tensor else refuse(leaf), refuse
+    )
 
 
 def leaves_of(value: Any) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from allhands.data import map_tensors
+from allhands.data import tensors_in
 from allhands.errors import UserError
 from allhands.strategies.base import TryOn
 from allhands.strategies.trial_call import on_training_data, wait_for
@@ -124,9 +124,7 @@ def on_first_samples(
 def backward_of(output: Any) -> None:
     """A backward pass from all that is in a model's output and has a gradient; from ones, since the
     loss is not at hand."""
-    found: list[torch.Tensor] = []
-    map_tensors(output, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
-    found = [tensor for tensor in found if tensor.requires_grad]
+    found = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     torch.autograd.backward(found, [torch.ones_like(tensor) for tensor in found])
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from allhands.checks import check_flag
+from allhands.data.trees import map_tensors
 from allhands.step.loss import Criterion
 from allhands.strategies.degrees import Degrees
 from allhands.strategies.meshed import Meshed
@@ -109,9 +110,6 @@ class Tensor(Meshed):
 
     def full_output(self, output: Any) -> Any:
         """What the model would give alone; all workers of a group call it together."""
-        if isinstance(output, Mapping):
-            return {key: self.full_output(value) for key, value in output.items()}
-        if isinstance(output, (list, tuple)):
-            values = [self.full_output(value) for value in output]
-            return type(output)(*values) if hasattr(output, "_fields") else type(output)(values)
-        return output.full_tensor() if hasattr(output, "full_tensor") else output
+        return map_tensors(
+            output, lambda leaf: leaf.full_tensor() if hasattr(leaf, "full_tensor") else leaf
+        )

@@ -15,13 +15,12 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from allhands.data import build_feeds, preserved_generators, seed_everything
+from allhands.data import build_feeds, preserved_generators, seed_everything, tensors_in
 from allhands.data.agree import checksum
 from allhands.errors import UserError
 from allhands.launch import ship
 from allhands.runner.evaluation import Forward, loss_rule
 from allhands.step import LossRule
-from allhands.verify.recorder import tensors_of
 from allhands.world import World, current_world, finalize, init
 
 # Relative differences above this are no rounding.
@@ -179,7 +178,7 @@ class Probe:
             seed_everything(0)
             forward, batch, _ = self._ready(objects)
             outputs = [
-                [tensor.double() for tensor in tensors_of(forward(batch)[0])] for _ in range(2)
+                [tensor.double() for tensor in tensors_in(forward(batch)[0])] for _ in range(2)
             ]
         return any(
             float((a - b).norm()) > _CLEAR * float(a.norm()) for a, b in zip(*outputs, strict=True)
@@ -208,7 +207,7 @@ class Probe:
             criterion.to(world.device)
         batches = next(iter(feed.epoch(0)))[0]
         return (
-            Forward(objects["runner"], model, world.device),
+            Forward(objects["runner"], model, world.device, criterion),
             batches[0],
             loss_rule(criterion, feed, objects["runner"]),
         )

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import nn
 
 from allhands.comm import all_gather_rows
-from allhands.data import Source, map_tensors, preserved_generators, seed_everything
+from allhands.data import Source, map_tensors, preserved_generators, rows_in, seed_everything
 from allhands.errors import UserError
 from allhands.loop.epoch import Batch
 from allhands.loop.loop import Loop
 from allhands.loop.optimizer_group import OptimizerGroup
 from allhands.loop.own_steps import OwnSteps
 from allhands.loop.settings import Data
-from allhands.loop.step_function import Rows, loss_in, rows_of
+from allhands.loop.step_function import Rows, loss_in
 from allhands.loop.workers import strategy_from
 from allhands.step.modes import evaluation_mode
 from allhands.strategies import DDP, Single, Strategy
@@ -265,7 +265,7 @@ class RecordedSteps(OwnSteps):
 
     def _own_batch(self, own: Any) -> Batch:
         """Rows that this rank has made itself."""
-        count, variation = rows_of(own) or 0, self.run.variation
+        count, variation = rows_in(own) or 0, self.run.variation
 
         def part(begin: int, end: int) -> Any:
             return map_tensors(own, lambda t: t[begin:end] if t.dim() and len(t) == count else t)

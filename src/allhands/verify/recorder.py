@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from allhands.comm import all_gather_rows
-from allhands.data import Feed
+from allhands.data import Feed, tensors_in
 from allhands.data.agree import checksum
 from allhands.loop.optimizer_group import OptimizerGroup
 from allhands.loop.schedule import learning_rates
@@ -279,22 +279,10 @@ class RunnerRecorder(Callback):
             training.stop("verify has seen enough", now=True)
 
 
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in a tree of tuples, lists and dicts."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_of(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_of(item)
-
-
 def row_checksums(batch: Any) -> list[int] | None:
     """A 32-bit checksum of each sample in a batch; None when its tensors have no first dimension in
     common."""
-    tensors = [tensor for tensor in tensors_of(batch) if tensor.dim()]
+    tensors = [tensor for tensor in tensors_in(batch) if tensor.dim()]
     if not tensors or len({len(tensor) for tensor in tensors}) > 1:
         return None
     rows = [0] * len(tensors[0])

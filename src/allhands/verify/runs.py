@@ -24,7 +24,6 @@ from allhands.launch import ship
 from allhands.loop.settings import Data
 from allhands.strategies import Strategy
 from allhands.verify.noise import Difference, Noise
-from allhands.verify.recorder import tensors_of
 from allhands.verify.traces import Subject, Trace, Variation
 
 # The noise is at least so many times the distance between 1 and the next number of the parameters'
@@ -289,8 +288,4 @@ def leaves_on_sigterm() -> Iterator[None]:
 
 def bytes_of(model: nn.Module) -> int:
     """The size of the parameters that are trained, in bytes."""
-    return sum(
-        p.numel() * p.element_size()
-        for p in tensors_of(list(model.parameters()))
-        if p.requires_grad
-    )
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from allhands.data.trees import map_tensors
 from allhands.errors import UserError
 from allhands.federated.algorithms.base import Server
 from allhands.federated.executors.base import CohortMember, ExecutorContext
@@ -110,10 +110,6 @@ class Shared(Serial):
 
 def _part(batch: Any, samples: int, first: int, last: int) -> Any:
     """Samples `first` to `last` of a batch of tensors, in the structure that it has."""
-    if isinstance(batch, torch.Tensor):
-        return batch[first:last] if batch.dim() and len(batch) == samples else batch
-    if isinstance(batch, Mapping):
-        return {key: _part(value, samples, first, last) for key, value in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(_part(value, samples, first, last) for value in batch)
-    return batch
+    return map_tensors(
+        batch, lambda leaf: leaf[first:last] if leaf.dim() and len(leaf) == samples else leaf
+    )

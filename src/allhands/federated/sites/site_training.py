@@ -220,7 +220,7 @@ def _rounds(
 ) -> SiteRounds:
     strategy: Any = settings.strategy
     model, clients = settings.model, SiteClients(across.names(sites))
-    local = local_training(settings, strategy, source, runner.handle_batch)
+    local = local_training(settings, strategy, source, runner)
     layout = RowLayout(model, local.optimizer.groups)
     check_dtype(layout.parameters[0].name, layout.dtype)
     server = Server.of(model, layout, world.device, len(clients), settings.seed)

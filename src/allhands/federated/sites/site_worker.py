@@ -108,9 +108,7 @@ class SiteWorker:
         model, strategy = definition.model.to(self.world.device), definition.strategy
         if isinstance(definition.criterion, nn.Module):
             definition.criterion.to(self.world.device)
-        self.local = local_training(
-            definition, strategy, self.source, definition.runner.handle_batch
-        )
+        self.local = local_training(definition, strategy, self.source, definition.runner)
         self.layout = RowLayout(model, self.local.optimizer.groups)
         check_dtype(self.layout.parameters[0].name, self.layout.dtype)
         self.placed = self._place(0, 1)  # until a request says which client this is
