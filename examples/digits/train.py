@@ -100,10 +100,16 @@ def main() -> None:
         f"{workers}, {seconds:.1f} s"
     )
     print("Look at:")
-    print(f"  {logdir / 'curves.png'}     the learning curves")
-    print(f"  {logdir / 'metrics.csv'}    their numbers")
-    print(f"  {logdir / 'checkpoints'}    the last and the best weights")
     print(f"  tensorboard --logdir {logdir}")
+    found = {
+        "curves.png": "the learning curves",
+        "metrics.csv": "their numbers",
+        "checkpoints": "the last and the best weights",
+        "report.html": "all of it on one page, for a browser",
+    }
+    for name, what in found.items():
+        if (logdir / name).exists():  # pictures can be left out
+            print(f"  {logdir / name}    {what}")
 
 
 main()

@@ -44,6 +44,19 @@ def test_help_and_launch_do_not_import_torch() -> None:
     subprocess.run([sys.executable, "-c", text], check=True, capture_output=True)
 
 
+@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["lanch"], ["run", "--zzz"]])
+def test_a_pipe_gets_no_colours(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("FORCE_COLOR", "NO_COLOR"):
+        monkeypatch.setenv(name, "1")
+        main.run(words)
+        written = capsys.readouterr()
+        assert written.out + written.err
+        assert "\x1b" not in written.out + written.err
+        monkeypatch.delenv(name)
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["--version"]) == 0
     assert capsys.readouterr().out == f"allhands {allhands.__version__}\n"

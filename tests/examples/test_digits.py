@@ -23,10 +23,11 @@ def test_the_demo_reaches_97_percent_and_says_where_to_look(tmp_path):
     logdir = tmp_path / "logs" / "digits"
     assert "ddp, 2 workers" in text
     assert last_accuracy(logdir) >= 0.97, text
-    for name in ("curves.png", "metrics.csv", "checkpoints"):
+    for name in ("curves.png", "metrics.csv", "checkpoints", "report.html"):
         assert f"logs/digits/{name}" in text
         assert (logdir / name).exists()
     assert (logdir / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert text.splitlines()[-1].split()[0] == "logs/digits/report.html"
 
 
 @pytest.mark.rare

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
+import select
+import sys
+from collections.abc import Callable, Iterator
+from typing import TextIO
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
 
+from allhands import SupervisedRunner
 from allhands.errors import UserError
 from allhands.loop.announce import duration, report_epoch
 from allhands.loop.reporter import ConsoleReporter, JsonReporter, Reporter
@@ -58,6 +67,76 @@ def test_a_pipe_has_no_bar_and_no_colours(capsys, monkeypatch):
     reporter.progress("1/2 train", 1, 10, 0.5, "note")
     reporter.line("x" * 300)
     assert capsys.readouterr().out == "x" * 300 + "\n"
+
+
+COLOUR = re.compile(r"\x1b\[[0-9;]*(?:3[0-8]|4[0-8]|9[0-7]|10[0-7])[0-9;]*m")
+
+
+def train() -> None:
+    model = torch.nn.Linear(2, 1)
+    data = TensorDataset(torch.randn(8, 2), torch.randn(8, 1))
+    SupervisedRunner(device="cpu").train(
+        model=model,
+        criterion=torch.nn.MSELoss(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loaders={"train": DataLoader(data, 4)},
+        num_epochs=2,
+        verbose=True,
+    )
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[TextIO, Callable[[], str]]]:
+    """A terminal to write to, and what gives what it has got."""
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "100")
+    ours, theirs = os.openpty()
+    with os.fdopen(theirs, "w") as file, os.fdopen(ours, "rb", buffering=0) as reader:
+
+        def read() -> str:
+            file.flush()
+            found = b""
+            while select.select([reader], [], [], 0)[0]:
+                found += reader.read(65_536)
+            return found.decode()
+
+        yield file, read
+
+
+def test_a_terminal_shows_a_bar_in_colours_but_for_no_color(
+    terminal: tuple[TextIO, Callable[[], str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, read = terminal
+    monkeypatch.setattr(sys, "stdout", file)
+    train()
+    text = read()
+    assert "1/2 train" in text
+    assert COLOUR.search(text)
+    monkeypatch.setenv("NO_COLOR", "1")
+    train()
+    text = read()
+    assert "1/2 train" in text
+    assert not COLOUR.search(text)
+    monkeypatch.setenv("TERM", "dumb")
+    train()
+    text = read()
+    assert "1/2 train" not in text
+    assert "\x1b" not in text
+
+
+@pytest.mark.parametrize("force", ["", "1"])
+def test_a_training_in_a_pipe_has_no_bar_and_no_colours(
+    force: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", force)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    train()
+    text = capsys.readouterr().out
+    assert "\x1b" not in text
+    assert "\r" not in text
+    assert [line.split()[0] for line in text.splitlines()[2:4]] == ["1/2", "2/2"]
 
 
 def test_programs_get_lines_of_json_with_whole_numbers_and_nulls(monkeypatch, capsys):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from allhands.report import page
+from tests.browser import BACKGROUNDS, background, needs_browser, new_view, open_browser
 
 pytest.importorskip("matplotlib")
 
@@ -67,27 +68,17 @@ def test_a_marked_section_takes_the_place_of_the_one_before(tmp_path: Path) -> N
     assert text.count("<svg") == 2
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs a browser")
-@pytest.mark.parametrize("width", [1280, 400])
-def test_a_browser_shows_it_without_moving_sideways(tmp_path: Path, width: int) -> None:
-    sync_api = pytest.importorskip("playwright.sync_api")
+@needs_browser
+def test_a_browser_shows_it_without_moving_sideways(tmp_path: Path) -> None:
     write(tmp_path / "report.html")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
-        )
-        try:
-            seen: list[str] = []
-            backs = []
-            for scheme in ("light", "dark"):
-                view = browser.new_page(
-                    viewport={"width": width, "height": 800}, color_scheme=scheme
-                )
-                view.on("request", lambda request: seen.append(request.url))
-                view.goto(f"file://{tmp_path / 'report.html'}")
-                assert view.evaluate("document.documentElement.scrollWidth") == width
-                backs.append(view.evaluate("getComputedStyle(document.body).backgroundColor"))
-            assert backs == ["rgb(255, 255, 255)", "rgb(21, 23, 27)"]
-            assert len(seen) == 2
-        finally:
-            browser.close()
+    address = f"file://{tmp_path / 'report.html'}"
+    seen: list[str] = []
+    with open_browser() as browser:
+        for width, scheme in itertools.product((1280, 400), ("light", "dark")):
+            view = new_view(browser, width, scheme)
+            view.on("request", lambda request: seen.append(request.url))
+            view.goto(address)
+            assert view.evaluate("document.documentElement.scrollWidth") == width
+            assert background(view) == BACKGROUNDS[scheme]
+            view.close()
+    assert seen == [address] * 4

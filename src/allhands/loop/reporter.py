@@ -75,9 +75,11 @@ class ConsoleReporter(TableReporter):
     def __init__(self, verbose: bool) -> None:
         from rich.console import Console
 
+        # With FORCE_COLOR, rich takes a pipe for a terminal.
+        is_terminal = sys.stdout is not None and sys.stdout.isatty()
+        interactive = is_terminal and Console().is_interactive
         # Where there is no terminal, rows in a log file are as wide as they need be, unless the
         # variable COLUMNS says otherwise.
-        interactive = Console().is_interactive
         super().__init__(shutil.get_terminal_size((80 if interactive else _LOG_FILE, 24)).columns)
         # NO_COLOR, TERM=dumb and pipes are seen by rich.
         self.console = Console(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from allhands.errors import UserError
 from allhands.federated.sites.event_log import EventLog
 from allhands.federated.sites.run_page import RunPage, serve_page
 from allhands.wire.page_server import PageServer
-from tests.timeouts import patience
+from tests.browser import BACKGROUNDS, background, needs_browser, new_view, open_browser
 
 NAMES = ["north", "east", "south"]
 
@@ -105,50 +104,40 @@ def test_a_port_that_is_taken_is_refused_by_name(server: PageServer, tmp_path: P
         serve_page(tmp_path / "events.jsonl", 0.0, port)
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs a browser")
+@needs_browser
 def test_a_browser_shows_the_run_as_it_goes_on(
     server: PageServer, events: EventLog, tmp_path: Path
 ) -> None:
     pytest.importorskip("matplotlib")
-    sync_api = pytest.importorskip("playwright.sync_api")
-    limit = 1000 * patience(30)
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
-        )
-        try:
-            seen: list[str] = []
-            wrong: list[str] = []
-            views = []
-            for width, scheme in ((1280, "light"), (400, "dark")):
-                view = browser.new_page(
-                    viewport={"width": width, "height": 800}, color_scheme=scheme
-                )
-                view.on("request", lambda request: seen.append(request.url))
-                view.on("console", lambda message: wrong.append(message.text))
-                view.goto(server.address)
-                views.append(view)
-            begin(events)
-            round_of(events, 0)
-            for view in views:
-                view.wait_for_selector("text=Round 2 of 4.", timeout=limit)
-                assert view.locator("svg").count() == 2
-                assert "Silent: south" in view.inner_text("main")
-            views[1].evaluate("document.querySelector('.wide').scrollLeft = 60")
-            round_of(events, 1)
-            backs = []
-            for view, width in zip(views, (1280, 400), strict=True):
-                view.wait_for_selector("text=Round 3 of 4.", timeout=limit)
-                assert view.evaluate("document.documentElement.scrollWidth") == width
-                assert view.evaluate("document.querySelector('td').offsetHeight") < 40
-                backs.append(view.evaluate("getComputedStyle(document.body).backgroundColor"))
-            assert views[1].evaluate("document.querySelector('.wide').scrollLeft") == 60
-            assert backs == ["rgb(255, 255, 255)", "rgb(21, 23, 27)"]
-            assert wrong == []
-            assert all(url.startswith(server.address) for url in seen if url != "data:,")
-            assert "refused" in views[1].goto(server.address[:-4]).text()
-            server.close()
-            views[0].wait_for_selector("text=does not answer any more", timeout=limit)
-            assert "Round 3 of 4." in views[0].inner_text("main")
-        finally:
-            browser.close()
+    with open_browser() as browser:
+        seen: list[str] = []
+        wrong: list[str] = []
+        views = []
+        for width, scheme in ((1280, "light"), (400, "dark")):
+            view = new_view(browser, width, scheme)
+            view.on("request", lambda request: seen.append(request.url))
+            view.on("console", lambda message: wrong.append(message.text))
+            view.goto(server.address)
+            views.append(view)
+        begin(events)
+        round_of(events, 0)
+        for view in views:
+            view.wait_for_selector("text=Round 2 of 4.")
+            assert view.locator("svg").count() == 2
+            assert "Silent: south" in view.inner_text("main")
+        views[1].evaluate("document.querySelector('.wide').scrollLeft = 60")
+        round_of(events, 1)
+        backs = []
+        for view, width in zip(views, (1280, 400), strict=True):
+            view.wait_for_selector("text=Round 3 of 4.")
+            assert view.evaluate("document.documentElement.scrollWidth") == width
+            assert view.evaluate("document.querySelector('td').offsetHeight") < 40
+            backs.append(background(view))
+        assert views[1].evaluate("document.querySelector('.wide').scrollLeft") == 60
+        assert backs == list(BACKGROUNDS.values())
+        assert wrong == []
+        assert all(url.startswith(server.address) for url in seen if url != "data:,")
+        assert "refused" in views[1].goto(server.address[:-4]).text()
+        server.close()
+        views[0].wait_for_selector("text=does not answer any more")
+        assert "Round 3 of 4." in views[0].inner_text("main")
