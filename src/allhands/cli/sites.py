@@ -112,8 +112,8 @@ def serve(options: ServerOptions, run_file: RunFile) -> int:
         )
         return 128 + stopped.number
     print(
-        f"written to {run_file.config.logdir}: metrics.csv, run.yml, events.jsonl, checkpoints/, "
-        "tensorboard/"
+        f"written to {run_file.config.logdir}: metrics.csv, report.html, run.yml, events.jsonl, "
+        "checkpoints/, tensorboard/"
     )
     return 0
 
