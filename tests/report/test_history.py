@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import io
 import json
 import math
@@ -10,6 +11,7 @@ import pickle
 from pathlib import Path
 
 import pytest
+import torch
 
 from allhands.errors import UserError
 from allhands.launch import results
@@ -72,7 +74,7 @@ def test_of_a_federated_training_it_is_over_rounds() -> None:
     assert [list(line.get_xdata()) for line in axes.lines] == [[1, 2, 3], [1, 3]]
 
 
-@pytest.mark.parametrize("way", ["pickle", "copy", "worker", "checkpoint"])
+@pytest.mark.parametrize("way", ["pickle", "copy", "worker", "file", "checkpoint"])
 def test_it_travels_whole(way: str) -> None:
     history, file = written(), io.BytesIO()
     if way == "pickle":
@@ -83,6 +85,11 @@ def test_it_travels_whole(way: str) -> None:
         results.save([history], file)
         file.seek(0)
         (other,) = results.read(file)
+    elif way == "file":
+        importlib.import_module("allhands.loop.lifecycle")  # as a training does
+        torch.save({"history": history}, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=True)["history"]
     else:
         state = history.state_dict()
         results.save(state, file)

@@ -11,6 +11,8 @@ from dataclasses import astuple
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+import torch
+
 from allhands.comm import calls
 from allhands.data import preserved_generators
 from allhands.launch import handback
@@ -20,12 +22,15 @@ from allhands.loop.position import Position
 from allhands.loop.reporter import Reporter
 from allhands.loop.settings import LoopSettings
 from allhands.loop.times import CHECKPOINTS, Times
-from allhands.report.history import Values
+from allhands.report.history import History, Values
 from allhands.world import World
 
 if TYPE_CHECKING:
     from allhands.loop.elastic_units import ElasticUnits
 
+
+# `torch.load` reads what users have saved with a history in it.
+torch.serialization.add_safe_globals([History])
 
 # Why a training ends whose time has passed.
 TIME_OVER = "its time is over"
