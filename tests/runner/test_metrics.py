@@ -94,7 +94,7 @@ def test_states_are_accumulated_not_averaged(workers: int) -> None:
 
 BAD: list[tuple[Any, str]] = [
     (["accuracy", "accuracy"], "two metrics are named 'accuracy'.*accuracy_1"),
-    (["acuracy"], "no built-in metric 'acuracy'; known are accuracy"),
+    (["acuracy"], r"metric 'acuracy'; did you mean 'accuracy'\? Known are: accuracy"),
     ({"loss": lambda o, t: o.mean()}, "cannot be named 'loss'"),
     ([lambda o, t: o.mean()], "a lambda has no name"),
     ({"x": 3}, "metric 'x' is a int"),

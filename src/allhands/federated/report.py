@@ -131,6 +131,8 @@ def _clients(
             plot.set_xlabel(label)
             plot.set_title("clients", loc="left", fontweight="bold", color=TEXT)
             plain(plot, whole=False)
+            if called:
+                plot.grid(visible=False)
 
         one = partial(draw, label=label, values=values, called=called)
         height = max(2.8, 1.2 + 0.25 * len(called))

@@ -69,8 +69,8 @@ def named_metrics(metrics: Any) -> dict[str, MetricLike]:
         if isinstance(metric, str):
             if metric not in BUILT_IN:
                 raise UserError(
-                    f"there is no built-in metric '{metric}'; known are {', '.join(BUILT_IN)}. "
-                    "Pass a torchmetrics metric or a "
+                    f"there is no built-in metric '{metric}'{did_you_mean(metric, BUILT_IN)} Known "
+                    f"are: {', '.join(BUILT_IN)}. Pass a torchmetrics metric or a "
                     "function (output, target) -> mean, by name: metrics={'name': …}"
                 )
             metric = BUILT_IN[metric]  # noqa: PLW2901
