@@ -143,6 +143,8 @@ class BaseLoop(BoundLoop):
             group.set_mode(training=False)
             # the model that is handed back is one for all ranks
             group.state.sync_buffers()
+            if group.replicas is not None:
+                group.state.collect()
 
     def check_finite(self) -> None:
         if self.measure is not None:
@@ -345,7 +347,9 @@ class BaseLoop(BoundLoop):
                 take.before_update = partial(self.elastic.before_update, take, own)
         if self.world.world_size > 1:
             calls.note(("optimizer step", self.global_step + 1))
-        if own.captured is None:
+        if own.replicas is not None:
+            self.replica_steps.take(take, objective, own, batch)
+        elif own.captured is None:
             take(*batch)
         else:
             own.captured(take, *batch)
@@ -405,7 +409,7 @@ class BaseLoop(BoundLoop):
         settings = self.settings
 
         def steps_of(epoch: int, skip: int) -> Iterator[Any]:
-            steps = feed.epoch(epoch, skip)
+            steps = self.read(feed, epoch, skip)
             return self._rows[feed.name](steps) if feed.name in self._rows else steps
 
         if self.passes is None:

@@ -5,11 +5,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
 
 from allhands.data import CountedRows, Feed, build_feeds
+from allhands.data.build import Source
+from allhands.data.order import share_of
+from allhands.data.replica_shares import put_together
 from allhands.errors import UserError, WorldError
 from allhands.loop.admission import terms_of
 from allhands.loop.elastic import Elastic
@@ -19,9 +23,10 @@ from allhands.loop.loader_steps import LoaderSteps
 from allhands.loop.loop_checkpoints import LoopCheckpoints
 from allhands.loop.optimizer_group import OptimizerGroup
 from allhands.loop.position import Position
+from allhands.loop.replica_steps import ReplicaSteps
 from allhands.loop.reporter import Reporter
 from allhands.loop.settings import LoopSettings, check_sync_batch_norm
-from allhands.loop.task import Task
+from allhands.loop.task import Objective, Task
 from allhands.step import LossRule, OptimizerStep, Precision
 from allhands.world import World
 
@@ -44,6 +49,10 @@ class BoundLoop(GroupedLoop, ABC):
     counts: bool
     slices: Any
     task: Task
+    # The logical workers that this rank trains, where they are more than ranks may be; and by
+    # loader, the feeds of all but the first of them.
+    _of_replicas: range | None = None
+    _further: dict[str, list[Feed]]
     # The steps that are left of a loader that is trained on.
     _reading: LoaderSteps | None = None
     # The loader, samples and rows of a batch that no step was taken with.
@@ -55,6 +64,7 @@ class BoundLoop(GroupedLoop, ABC):
         """Bind it for the first time; the arguments are those of `BaseLoop`."""
         self.settings, self.world, self.reporter, self.task = settings, world, reporter, task
         self._steps: dict[tuple[int, str], OptimizerStep] = {}
+        self.replica_steps = ReplicaSteps(self)
         regrouping = regrouping_of(
             terms_of(
                 Elastic.trainings + 1,
@@ -92,16 +102,21 @@ class BoundLoop(GroupedLoop, ABC):
         the world as it is now; all ranks call it together."""
         settings, world = self.settings, self.world
         strategy, elastic = settings.strategy, self.elastic
-        self.feeds = build_feeds(
+        sources, replicas = (
             settings.data.sources(settings.seed),
-            world,
-            settings.seed,
-            settings.accumulate,
-            settings.data.same_everywhere,
-            strategy.place(world),
-            strategy.level or self.level,
-            None if elastic is None else strategy.shares(elastic.began_with),
+            None if elastic is None else elastic.replicas,
         )
+        self.feeds = self._feeds(sources, strategy.place(world))
+        self._of_replicas: range | None = None
+        self._further = {}
+        if replicas is not None:
+            trained = {name: one for name, one in sources.items() if one.trains}
+            self._of_replicas = share = range(*share_of(replicas, world.rank, world.world_size))
+            first = min(share.start, replicas - 1)
+            self.feeds |= self._feeds(trained, (first, replicas), True)
+            for number in share[1:]:
+                for name, feed in self._feeds(trained, (number, replicas), True).items():
+                    self._further.setdefault(name, []).append(feed)
         self.trained = [feed for name, feed in self.feeds.items() if name.startswith("train")]
         if not self.groups:
             self.groups = {
@@ -122,6 +137,65 @@ class BoundLoop(GroupedLoop, ABC):
             if feed.own_collate
         }
         self._steps.clear()
+
+    def _feeds(
+        self, sources: dict[str, Source], place: tuple[int, int], compared: bool = False
+    ) -> dict[str, Feed]:
+        """This rank's view of loaders, as the one whose place is given.
+
+        Args:
+            sources: the loaders.
+            place: the number of its share, and how many there are.
+            compared: all ranks have the same data, which was looked at.
+        """
+        settings, elastic = self.settings, self.elastic
+        strategy = settings.strategy
+        return build_feeds(
+            sources,
+            self.world,
+            settings.seed,
+            settings.accumulate,
+            settings.data.same_everywhere or compared,
+            place,
+            strategy.level or self.level,
+            None if elastic is None else strategy.shares(elastic.began_with),
+        )
+
+    def read(self, feed: Feed, epoch: int, skip: int) -> Iterator[Any]:
+        """This rank's steps of an epoch of a loader that is trained on, after `skip` samples."""
+        own = self._of_replicas
+        if own is None:
+            return feed.epoch(epoch, skip)
+        assert self.elastic is not None
+        steps = [feed.epoch(epoch, skip)]
+        steps += [one.epoch(epoch, skip) for one in self._further.get(feed.name, [])]
+        return put_together(steps, own.start, self.elastic.replicas or 1, bool(own))
+
+    def feed_of_replica(self, name: str, number: int) -> Feed:
+        """One logical worker's view of a loader that is trained on."""
+        assert self.elastic is not None
+        source = self.settings.data.sources(self.settings.seed)[name]
+        place = number, self.elastic.replicas or 1
+        return self._feeds({name: source}, place, True)[name]
+
+    @property
+    def place_read(self) -> tuple[str, int, int] | None:
+        """Of the step that was read last: the loader, the epoch (or pass) and the samples before
+        it; None where there is none."""
+        return None if self._reading is None else self._reading.place
+
+    def as_step(self, step: Any, first: int) -> Any:
+        """A step of a feed as it is taken.
+
+        Args:
+            step: what the feed gave.
+            first: position of its first sample in the global batch.
+        """
+        return step
+
+    def step_setting(self, objective: Objective) -> Callable[[], AbstractContextManager[Any]]:
+        """What gives a context in which a step that is taken again computes what it does now."""
+        return nullcontext
 
     def unit(self, do: Callable[[], Any]) -> Any:
         """Do what all ranks do together, again where members of the world change meanwhile; its
@@ -157,7 +231,8 @@ class BoundLoop(GroupedLoop, ABC):
     def _close_feeds(self) -> None:
         if self.passes is not None:
             self.passes.close()
-        for feed in self.feeds.values():
+        further = [feed for feeds in self._further.values() for feed in feeds]
+        for feed in (*self.feeds.values(), *further):
             feed.close()
 
     def leave(self) -> None:

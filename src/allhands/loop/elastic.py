@@ -46,10 +46,23 @@ class Elastic(ElasticUnits):
         self.measures = SharedMeasures(loop)
         self._transfer = StateTransfer(loop, self.progress, self.measures)
         self.brings_weights = self.joins
+        #: How many logical workers there are, see `allhands.Strategy.replicas`; None where ranks
+        #: stand for no more than their share.
+        self.replicas: int | None = None
+        if len(loop.parts(loop.settings)) == 1:
+            self.replicas = loop.settings.strategy.replicas(self.began_with)
 
     def begin_unit(self) -> None:
         super().begin_unit()
         self.measures.begin_unit()
+        for group in self.loop.groups.values():
+            if group.replicas is not None:
+                group.replicas.begin_unit()
+
+    def unit_done(self) -> None:
+        for group in self.loop.groups.values():
+            if group.replicas is not None:
+                group.replicas.commit()
 
     def step(self, take: Callable[[Any], None], batch: Any) -> None:
         """Take an optimizer step with a batch, or where members change meanwhile, with this rank's
@@ -97,11 +110,15 @@ class Elastic(ElasticUnits):
                 return f"{kind} evaluates other weights than it trains; write DDP()"
             if why := strategy.regroup_refused():
                 return why
+            if self.replicas is None and strategy.replicas(self.began_with) is not None:
+                return f"strategy '{strategy.name}' is repeated with one optimizer, not several"
         for feed in loop.feeds.values():
             if not isinstance(feed, (InMemoryFeed, LoaderFeed)):
                 return f"loader '{feed.name}' is a stream, which cannot be entered in the middle"
             if not isinstance(feed.order, (Sequential, Shuffled)):
                 return f"loader '{feed.name}' has a sampler of its own, whose state one rank has"
+            if self.replicas is not None and feed.own_collate:
+                return f"loader '{feed.name}' has a collate_fn, whose rows one rank alone counts"
         return ""
 
     def leave(self) -> None:
@@ -110,7 +127,7 @@ class Elastic(ElasticUnits):
     def bind(self, standing: Standing) -> None:
         if self._transfer.end_update(standing):
             self._end_step()
-        self._transfer.detach()
+        self._transfer.detach(standing)
         self.brings_weights = True
         self.loop.bind()
 

@@ -71,7 +71,7 @@ class ElasticUnits(ABC):
             self._wait_for_all()
             return result
 
-        return self._until_done(checked, checked, lambda: None)
+        return self._until_done(checked, checked, self.unit_done)
 
     def _wait_for_all(self) -> None:
         """A unit may have no collective, or none that all must come to: a loss that is finite is
@@ -146,6 +146,10 @@ class ElasticUnits(ABC):
     def begin_unit(self) -> None:
         """A unit begins."""
         self.progress.begin()
+
+    def unit_done(self) -> None:
+        """A unit is done that is no step."""
+        return
 
     @abstractmethod
     def leave(self) -> None:

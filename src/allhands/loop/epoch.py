@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from allhands.data import derive_seed, preserved_generators, rows_in, seed_everything
+from allhands.data.replica_shares import ReplicaCounts
 from allhands.errors import UserError, did_you_mean, kind_of
 from allhands.loop.logged import Logged
 from allhands.loop.step_function import Rows, StepFunction, loss_in, values_in
@@ -43,7 +44,9 @@ class Batch:
     def renew(self, step: Any, first: int | None = None) -> None:
         """Stand for another share of the same global batch."""
         batches, counts, self.total, _ = step
-        if first is None:
+        if isinstance(counts, ReplicaCounts):
+            first = counts.first
+        elif first is None:
             first, _ = self._loop.share(self.total)
         self.count = sum(counts)
         self.parts = []

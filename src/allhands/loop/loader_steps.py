@@ -52,6 +52,15 @@ class LoaderSteps:
         self._go_to(now)
         return step
 
+    @property
+    def place(self) -> tuple[str, int, int]:
+        """Of the step that was given last: the loader, the epoch (or pass) and the samples before
+        it."""
+        loop, (samples, _, _, place) = self._loop, self._before
+        if loop.passes is not None:
+            return self._name, place[0], place[1]
+        return self._name, 0 if loop.settings.same_epoch else loop.epoch, samples
+
     def _marks(self) -> tuple[int, int, int, list[int]]:
         loop, position = self._loop, self._position
         place = loop.passes.places.get(self._name, [0, 0]) if loop.passes is not None else [0, 0]

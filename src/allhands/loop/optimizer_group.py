@@ -17,7 +17,8 @@ from allhands.step import CapturedSteps, OptimizerStep, Precision
 from allhands.step.closure import ClosureStep, takes_closure
 from allhands.step.update import set_mode
 from allhands.strategies.alike import check_buffers_equal
-from allhands.strategies.base import BindOptions
+from allhands.strategies.base import BindOptions, Bound
+from allhands.strategies.local_sgd_replicas import LocalReplicas
 from allhands.world import World
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class OptimizerGroup:
         self.schedule = Schedule(settings.scheduler)
         self._task, self._try_on, self._say = task, try_on, say
         self._elastic = elastic
+        self._bound: Bound | None = None
         self.bind()
 
     def bind(self) -> None:
@@ -75,13 +77,20 @@ class OptimizerGroup:
             settings.clip_norm,
             self._elastic is not None and self._elastic.brings_weights,
             self._elastic is not None,
+            None if self._elastic is None else self._elastic.replicas,
+            self._bound,
         )
-        bound = self.strategy.bind(settings.model, self.optimizer, world, options)
+        self._bound = bound = self.strategy.bind(settings.model, self.optimizer, world, options)
         self.placement, self.exchange, self.state = bound.placement, bound.exchange, bound.state
         self.called, self.model = self.placement.module, self.placement.model
         #: Takes the steps from CUDA graphs; None where each is asked for anew.
         self.captured = self._captured_steps() if self.captures else None
         self._looked = False  # at what the first step has done to buffers
+
+    @property
+    def replicas(self) -> LocalReplicas | None:
+        """The logical workers that this rank trains, where they are more than ranks may be."""
+        return getattr(self.exchange, "replicas", None)
 
     def _captured_steps(self) -> CapturedSteps:
         task = self._task

@@ -188,6 +188,25 @@ class OwnSteps(PassesByHand, Reports):
         self.misuse.agree(f"loop.step of '{name}'")
         super().take_optimizer_step(objective, name, batch)
 
+    def as_step(self, step: Any, first: int) -> Any:
+        return Batch(self, step, first).as_step()
+
+    def step_setting(self, objective: Objective) -> Callable[[], AbstractContextManager[Any]]:
+        function, drawing = objective.forward, self._drawing
+        fn = function.fn
+
+        @contextmanager
+        def setting() -> Iterator[None]:
+            before = function.fn, self._drawing
+            function.fn, self._drawing = fn, drawing
+            try:
+                with self.misuse.within:
+                    yield
+            finally:
+                function.fn, self._drawing = before
+
+        return setting
+
     def alone(self, group: OptimizerGroup) -> AbstractContextManager[None]:
         """Within, no parameter of another group than this one needs a gradient."""
         if len(self.groups) == 1:

@@ -67,10 +67,14 @@ class StateTransfer:
                 progress.updates = True
         return False
 
-    def detach(self) -> None:
+    def detach(self, standing: Standing) -> None:
         """Take the parts of optimizers' states that this rank holds for others out of their
         optimizers, which are to be bound anew."""
         for name, group in self._loop.groups.items():
+            own = standing.units[self._loop.world.rank]
+            if group.replicas is not None and own >= 0:
+                with self._loop.replica_steps.again():
+                    group.replicas.lose(done=own < standing.newest)
             if group.strategy.parted:
                 found = group.state.detach()
                 self._shards.setdefault(name, found)  # of the first loss, where one follows another
@@ -90,6 +94,15 @@ class StateTransfer:
                 shards = self._shards.get(name, {})
                 bring_shards(shards, group.settings.model, group.optimizer, world)
         self._shards.clear()
+        for group in loop.groups.values():
+            if group.replicas is not None:
+                with loop.replica_steps.again():
+                    weights, optimizer = group.replicas.deal(standing.source)
+                group.exchange.begin(loop.global_step)
+                if optimizer:
+                    group.state.collect()
+                elif weights:
+                    group.replicas.own.settle()
         self._measures.take_up()
         # The next steps are read and looked at as by a rank that begins with them.
         loop.renew_steps()

@@ -39,6 +39,10 @@ class BindOptions:
             binding, so that they need not be sent before.
         may_lose: a rank may be lost in the middle of the training, and what it holds of the
             optimizer's state is to be kept on another one too.
+        replicas: where a rank may be lost, how many logical workers there are, see
+            `Strategy.replicas`; None where that is not asked for.
+        before: what binding the same model and optimizer gave before members of the world have
+            changed.
     """
 
     seed: int = 42
@@ -47,6 +51,8 @@ class BindOptions:
     clip_norm: float | None = None
     weights_follow: bool = False
     may_lose: bool = False
+    replicas: int | None = None
+    before: Bound | None = None
 
 
 BIND_OPTIONS = BindOptions()
@@ -112,6 +118,12 @@ class Strategy(ABC):
         """Why a training cannot go on where members of its world change, bound to model and
         optimizer anew, as a sentence with what to write; None where it can."""
         return f"strategy '{self.in_words()}' cannot be bound to other workers"
+
+    def replicas(self, workers: int) -> int | None:
+        """Of an elastic job that so many workers began: how many logical workers there are, of
+        which each rank trains a contiguous part; None where ranks stand for no more than their
+        share of each global batch."""
+        return None
 
     def check_size(self, workers: int) -> None:
         """Raise `UserError` when it cannot run with so many workers, before any is started."""

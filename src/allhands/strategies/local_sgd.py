@@ -17,6 +17,7 @@ from allhands.strategies.alike import refuse_going_on
 from allhands.strategies.base import BIND_OPTIONS, BindOptions, Bound, Strategy
 from allhands.strategies.local_sgd_exchange import LocalSGDExchange
 from allhands.strategies.local_sgd_fragments import layers_of
+from allhands.strategies.local_sgd_replicas import LocalReplicas
 from allhands.strategies.local_sgd_settings import LocalSGDSettings
 from allhands.strategies.local_sgd_state import LocalSGDState
 from allhands.strategies.own_weights import OwnWeights
@@ -116,10 +117,21 @@ class LocalSGD(LocalSGDSettings, Strategy):
         )
 
     def regroup_refused(self) -> str | None:
-        return (
-            "local_sgd has on each worker the steps since the last exchange and an optimizer of "
-            "its own, which are lost with it; write distributed='ddp'"
-        )
+        compress = None if self.compress is None else self.compress["name"]
+        for setting, value, plain in (
+            ("fragments", self.fragments, 1),
+            ("mix", self.mix, 0),
+            ("compress", compress, None),
+        ):
+            if value != plain:
+                return (
+                    f"LocalSGD({setting}={value!r}) leaves each worker something of its own after "
+                    f"an exchange, which is lost with it; leave {setting} out"
+                )
+        return None
+
+    def replicas(self, workers: int) -> int | None:
+        return None if self.regroup_refused() else workers
 
     def compiled(self, workers: int) -> str | None:
         return "model"
@@ -148,10 +160,17 @@ class LocalSGD(LocalSGDSettings, Strategy):
                 f"LocalSGD(fragments={self.fragments}): the model has {len(layers)} layers with "
                 f"trained parameters of their own; set fragments to {len(layers)} or less"
             )
-        broadcast_tensors([*(p.detach() for p in model.parameters()), *model.buffers()], world)
-        self.sent = self.sent_for_means = 0
+        before = options.before
+        if before is not None and options.replicas is not None:
+            before.placement = Placement(model, world)
+            return before
+        if not options.weights_follow:
+            broadcast_tensors([*(p.detach() for p in model.parameters()), *model.buffers()], world)
+        self.sent = self.sent_for_means = self.sent_for_copies = 0
         own = OwnWeights(self, model, optimizer, world)
-        exchange = LocalSGDExchange(self, own)
+        count = options.replicas
+        replicas = None if count is None else LocalReplicas(own, count)
+        exchange = LocalSGDExchange(self, own, replicas)
         alike = self.every > 1 or self.exact_for(optimizer, options.clip_norm)
         if not alike and world.world_size > 1:
             exchange.notes = [
@@ -159,4 +178,12 @@ class LocalSGD(LocalSGDSettings, Strategy):
                 "which with these settings is another training than that of one process; write "
                 "distributed='ddp' for the same one"
             ]
-        return Bound(Placement(model, world), exchange, LocalSGDState(own))
+        if replicas is not None:
+            exchange.notes = [
+                *exchange.notes,
+                f"--elastic: {count} workers of local_sgd are trained whoever is there; "
+                "after each exchange every worker sends a copy of its optimizer's state to "
+                "another, and what a lost one has done since then is repeated. A loss of both at "
+                "once ends the training",
+            ]
+        return Bound(Placement(model, world), exchange, LocalSGDState(own, replicas))

@@ -16,6 +16,7 @@ from allhands.step.exchange import Exchange
 from allhands.step.update import update_function
 from allhands.strategies.alike import check_weights_equal
 from allhands.strategies.local_sgd_fragments import Fragment, shares, weighted_mean
+from allhands.strategies.local_sgd_replicas import LocalReplicas
 from allhands.strategies.local_sgd_settings import LocalSGDSettings
 from allhands.strategies.optimizer_means import own_state, take_own_state
 from allhands.strategies.own_weights import OwnWeights
@@ -27,12 +28,19 @@ class LocalSGDExchange(Exchange):
     Args:
         settings: of the strategy.
         own: the worker's weights.
+        replicas: those that this rank trains, in an elastic job; else None.
     """
 
     alone = True
     after_backward = True
 
-    def __init__(self, settings: LocalSGDSettings, own: OwnWeights) -> None:
+    def __init__(
+        self,
+        settings: LocalSGDSettings,
+        own: OwnWeights,
+        replicas: LocalReplicas | None = None,
+    ) -> None:
+        self.replicas = own.replicas = replicas
         self._settings, self.own, self._world = settings, own, own.world
         self._codec = codec_from(settings.compress)
         self._loaded: dict[str, Any] = {}
@@ -40,8 +48,11 @@ class LocalSGDExchange(Exchange):
         self._epoch = [0, 0]  # bytes sent in exchanges and steps, since the last `epoch_values`
 
     def begin(self, step: int) -> None:
-        own, world = self.own, self._world
+        own, world, replicas = self.own, self._world, self.replicas
         self._update = update_function(own.optimizer)
+        if replicas is not None and replicas.begun:  # members of the world have changed
+            own.step = step
+            return
         loaded, tensors = self._loaded, self._loaded_own
         self._loaded, self._loaded_own = {}, {}
         same_size = loaded.get("workers") == world.world_size
@@ -76,6 +87,8 @@ class LocalSGDExchange(Exchange):
         if same_size and "seen" in tensors:
             own.optimizer_state = take_own_state(tensors, own.optimizer)
         own.begin(step)
+        if replicas is not None:
+            replicas.begin(alike=not tensors)
 
     def _own_place(self, values: torch.Tensor) -> torch.Tensor:
         """This rank's part of a vector."""
@@ -97,30 +110,48 @@ class LocalSGDExchange(Exchange):
         weights = self.own
         assert weights.step is not None
         if self.before_step is not None:
+            if self.replicas is not None:
+                raise UserError(
+                    "gradients are looked at before each step, which local_sgd under --elastic "
+                    "does not show: a worker may train several replicas; write distributed='ddp'"
+                )
             self._show(own)
         if own:
             if clip_norm is not None:
                 nn.utils.clip_grad_norm_(weights.parameters, clip_norm)
             self._update()
         mark_stepped(weights.optimizer)
+        for part in weights.parts:
+            part.seen += own
+        if self.replicas is None:
+            self.end_step()
+        return True
+
+    def end_step(self) -> None:
+        """This rank's own steps are taken: exchange what is due after this one."""
+        weights, replicas = self.own, self.replicas
+        assert weights.step is not None
         weights.step = step = weights.step + 1
         self._epoch[1] += 1
         for part in weights.parts:
-            part.seen += own
-            part.alike = self._world.world_size == 1
+            part.alike = self._world.world_size == 1 and (replicas is None or replicas.count == 1)
             if (step - part.offset) % self._settings.every == 0:
                 self._exchange(part)
-        return True
+                if replicas is not None:
+                    replicas.add_copies()
 
     def _exchange(self, part: Fragment) -> None:
         """Bring a fragment's weights together, and take the outer optimizer's step."""
-        settings, size = self._settings, self._world.world_size
+        settings, size, replicas = self._settings, self._world.world_size, self.replicas
         averages, mix = settings.outer["name"] == "average", settings.mix
-        if size == 1 and averages and part.residual is None:
+        if size == 1 and averages and part.residual is None and part.alike:
             # the mean of one: no arithmetic, which would round
             part.anchor, part.seen = part.read(), 0.0
             return
-        delta = part.anchor - part.read()
+        if replicas is None:
+            delta = part.anchor - part.read()
+        else:
+            delta, part.seen = replicas.deltas()
         if part.residual is not None:
             delta += part.residual
         if size == 1 or settings.compress is None:
@@ -143,6 +174,8 @@ class LocalSGDExchange(Exchange):
             part.anchor.sub_(delta.add_(part.momentum, alpha=momentum), alpha=lr)
         part.write(torch.lerp(part.anchor, part.read(), mix) if mix else part.anchor)
         part.seen, part.alike = 0.0, not mix or size == 1
+        if replicas is not None:
+            replicas.exchanged()
         settings.sent += sent
         self._epoch[0] += sent
 
@@ -174,6 +207,11 @@ class LocalSGDExchange(Exchange):
 
     # ------------------------------------------------------------------ checkpoints
 
+    @property
+    def _is_one_each(self) -> bool:
+        """Whether each rank has one worker's own state; else checkpoints hold the means alone."""
+        return self.replicas is None or self.replicas.count == self._world.world_size
+
     def state_dict(self) -> dict[str, Any]:
         if self.own.step is None:
             return {}
@@ -188,7 +226,7 @@ class LocalSGDExchange(Exchange):
             for name, value in part.by_name(part.momentum).items()
         }
         return {
-            "workers": self._world.world_size,
+            "workers": self._world.world_size if self._is_one_each else 0,
             "fragments": self._settings.fragments,
             "outer": dict(self._settings.outer),
             "anchor": anchors,
@@ -215,7 +253,7 @@ class LocalSGDExchange(Exchange):
 
     def own_tensors(self) -> dict[str, torch.Tensor]:
         own = self.own
-        if self._world.world_size == 1 or own.step is None:
+        if self._world.world_size == 1 or own.step is None or not self._is_one_each:
             return {}
         found = {"seen": torch.tensor([part.seen for part in own.parts], dtype=torch.float64)}
         for number, part in enumerate(own.parts):

@@ -17,8 +17,9 @@ class LocalSGDSettings:
     """What `LocalSGD` takes, see there.
 
     Attributes:
-        sent, sent_for_means: bytes that this rank has sent in its last training, in exchanges and
-            for means that are evaluated and saved.
+        sent, sent_for_means, sent_for_copies: bytes that this rank has sent in its last training,
+            in exchanges, for means that are evaluated and saved, and in an elastic job for copies
+            of its own state on another worker.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class LocalSGDSettings:
             )
         self.every, self.fragments, self.mix = every, fragments, float(mix)
         self.outer = _check_outer(outer)
-        self.sent = self.sent_for_means = 0
+        self.sent = self.sent_for_means = self.sent_for_copies = 0
 
 
 def _check_outer(given: Any) -> dict[str, Any]:

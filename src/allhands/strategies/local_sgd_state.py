@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from allhands.strategies.local_sgd_replicas import LocalReplicas
 from allhands.strategies.model_state import ReplicatedState
 from allhands.strategies.own_weights import OwnWeights
 
@@ -14,18 +15,27 @@ from allhands.strategies.own_weights import OwnWeights
 class LocalSGDState(ReplicatedState):
     """What is evaluated and saved is the mean of the workers' weights and optimizer states."""
 
-    def __init__(self, own: OwnWeights) -> None:
+    def __init__(self, own: OwnWeights, replicas: LocalReplicas | None) -> None:
         super().__init__(own.model, own.optimizer, own.world)
-        self._own = own
+        self._own, self._replicas, self._for_a_moment = own, replicas, False
 
     def collect(self) -> None:
         self._own.settle_all()
 
     def sync_buffers(self) -> None:
         self._own.settle()
+        replicas = self._replicas
+        if replicas is not None:
+            replicas.mean_of_statistics()
         super().sync_buffers()
+        if replicas is not None and not self._for_a_moment:
+            replicas.synced()
 
     @contextmanager
     def buffers_made_equal(self) -> Iterator[dict[str, torch.Tensor]]:
-        with self._own.settled(), super().buffers_made_equal() as buffers:
-            yield buffers
+        self._for_a_moment = True
+        try:
+            with self._own.settled(), super().buffers_made_equal() as buffers:
+                yield buffers
+        finally:
+            self._for_a_moment = False

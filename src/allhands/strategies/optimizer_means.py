@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,17 +22,26 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def mean_state(optimizer: torch.optim.Optimizer, world: World) -> tuple[State, int]:
+def mean_state(
+    optimizer: torch.optim.Optimizer, world: World, states: Sequence[State] | None = None
+) -> tuple[State, int]:
     """The mean of the ranks' optimizer states, a new state that all ranks hold alike; and the bytes
     that this rank has sent.
 
     Floating-point tensors are averaged over the ranks that have them; counters and all else are
     rank 0's, which never is a rank without samples. What rank 0 does not have is left out.
+
+    Args:
+        optimizer: has the parameters.
+        world: the ranks.
+        states: this rank's, where it has not one but several, or none; the mean is over all.
     """
+    states = [optimizer.state] if states is None else states
+    first = states[0] if states else {}
     parameters = parameters_of(optimizer)
     entries: list[list[Any]] = []
     for number, parameter in enumerate(parameters):
-        for key, value in optimizer.state.get(parameter, {}).items():
+        for key, value in first.get(parameter, {}).items():
             if isinstance(value, torch.Tensor) and value.dim():
                 entries.append(
                     [
@@ -55,7 +65,7 @@ def mean_state(optimizer: torch.optim.Optimizer, world: World) -> tuple[State, i
     state: State = defaultdict(dict)
     for number, key, kind, value, dtype in known:
         parameter = parameters[number]
-        own = optimizer.state.get(parameter, {}).get(key)
+        own = first.get(parameter, {}).get(key)
         if kind == "plain":
             state[parameter][key] = value
         elif kind == "counter":
@@ -64,17 +74,21 @@ def mean_state(optimizer: torch.optim.Optimizer, world: World) -> tuple[State, i
                 own.device if own is not None else home_of(optimizer, parameter, made)
             )
         else:
-            there = (
-                own is not None and list(own.shape) == value and str(own.dtype) == f"torch.{dtype}"
-            )
-            made = (
-                own.detach().clone()
-                if there
-                else torch.zeros(value, dtype=getattr(torch, dtype), device=parameter.device)
-            )
+            there = [
+                one
+                for one in (each.get(parameter, {}).get(key) for each in states)
+                if one is not None
+                and list(one.shape) == value
+                and str(one.dtype) == f"torch.{dtype}"
+            ]
+            made = torch.zeros(value, dtype=getattr(torch, dtype), device=parameter.device)
+            if there:
+                made = there[0].detach().clone()
+                for one in there[1:] if kind == "mean" else ():
+                    made += one.detach()
             state[parameter][key] = made
             large[kind].append(made)
-            held += [float(there)] * (kind == "mean")
+            held += [float(len(there))] * (kind == "mean")
     holders = torch.tensor(held, device=world.device)
     if held:
         all_reduce_sum([holders], world)

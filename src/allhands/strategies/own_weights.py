@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -14,6 +15,17 @@ from allhands.strategies.local_sgd_fragments import cut_in_fragments, layers_of,
 from allhands.strategies.local_sgd_settings import LocalSGDSettings
 from allhands.strategies.optimizer_means import State, mean_state
 from allhands.world import World
+
+
+class SeveralStates(Protocol):
+    """Logical workers of which a rank trains several, see
+    `allhands.strategies.local_sgd_replicas`."""
+
+    count: int
+
+    def deltas(self) -> tuple[torch.Tensor, float]: ...
+
+    def states(self) -> list[State]: ...
 
 
 class OwnWeights:
@@ -47,6 +59,8 @@ class OwnWeights:
         self.step: int | None = None
         self.aside: list[torch.Tensor | None] | None = None
         self.optimizer_state: State | None = None
+        #: Of an elastic job, whose workers train several replicas each once some are lost.
+        self.replicas: SeveralStates | None = None
         self._between = False
 
     def _cut(self) -> None:
@@ -61,6 +75,17 @@ class OwnWeights:
         self._between = True
         self._note_versions()
 
+    @property
+    def _is_one(self) -> bool:
+        """Whether there is one worker, and one alone was there as the job began."""
+        if self.world.world_size > 1:
+            return False
+        return self.replicas is None or self.replicas.count == 1
+
+    def count_copies(self, sent: int) -> None:
+        """Bytes were sent that are copies of this worker's replicas."""
+        self._settings.sent_for_copies += sent
+
     def _note_versions(self) -> None:
         self._versions = [p._version for p in self.parameters]
 
@@ -72,14 +97,18 @@ class OwnWeights:
         self._between = True
 
     def _put_aside(self) -> None:
-        if self.aside is not None or self.world.world_size == 1 or self.step is None:
+        if self.aside is not None or self._is_one or self.step is None:
             return
         apart = [part for part in self.parts if not part.alike]
+        own = None if self.replicas is None else self.replicas.deltas()
         self.aside = [None if part.alike else part.read() for part in self.parts]
         if apart:
             calls.note(("the mean of the weights after optimizer step", self.step))
-            deltas = [part.anchor - part.read() for part in apart]
-            seen = [part.seen for part in apart]
+            if own is None:
+                deltas = [part.anchor - part.read() for part in apart]
+                seen = [part.seen for part in apart]
+            else:
+                deltas, seen = [own[0]], [own[1]]
             self._settings.sent_for_means += weighted_mean(deltas, seen, self.world)
             for part, delta in zip(apart, deltas, strict=True):
                 part.write(part.anchor - delta)
@@ -88,8 +117,9 @@ class OwnWeights:
     def settle_all(self) -> None:
         """Let the optimizer's state be the mean of the workers', too."""
         self._put_aside()
-        if self.world.world_size > 1 and self.step is not None and self.optimizer_state is None:
-            state, sent = mean_state(self.optimizer, self.world)
+        if not self._is_one and self.step is not None and self.optimizer_state is None:
+            states = None if self.replicas is None else self.replicas.states()
+            state, sent = mean_state(self.optimizer, self.world, states)
             self._settings.sent_for_means += sent
             self.optimizer_state, self.optimizer.state = self.optimizer.state, state
 
@@ -139,6 +169,7 @@ class OwnWeights:
             or settings.outer["name"] != "average"
             or settings.compress is not None
             or settings.mix
+            or self.replicas is not None
         ):
             names = {id(p): name for name, p in self.model.named_parameters()}
             name = next(
@@ -147,7 +178,7 @@ class OwnWeights:
             raise UserError(
                 f"'{name}' was frozen, unfrozen or replaced in the middle of the training, and "
                 "local_sgd has laid out its exchanges before; train in two calls of train(), or "
-                "write LocalSGD(every=1)"
+                "write LocalSGD(every=1) (without --elastic)"
             )
         self.aside = None  # after each step the weights are those of all ranks
         self._cut()
