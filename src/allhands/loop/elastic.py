@@ -55,6 +55,7 @@ class Elastic(ElasticUnits):
     def begin_unit(self) -> None:
         super().begin_unit()
         self.measures.begin_unit()
+        self._transfer.begin_unit()
         for group in self.loop.groups.values():
             if group.replicas is not None:
                 group.replicas.begin_unit()
@@ -119,6 +120,13 @@ class Elastic(ElasticUnits):
                 return f"loader '{feed.name}' has a sampler of its own, whose state one rank has"
             if self.replicas is not None and feed.own_collate:
                 return f"loader '{feed.name}' has a collate_fn, whose rows one rank alone counts"
+        return ""
+
+    def lost_for_good(self) -> str:
+        for group in self.loop.groups.values():
+            if group.strategy.keeps_residual:
+                name = getattr(group.strategy, "compress", {})["name"]
+                return f"; what was left over there of gradients (compress={name!r}) is lost"
         return ""
 
     def leave(self) -> None:

@@ -143,6 +143,10 @@ class ElasticUnits(ABC):
     def refused(self) -> str:
         """Why this training cannot go on in its processes, as a sentence; "" where it can."""
 
+    def lost_for_good(self) -> str:
+        """What a lost worker has taken with it, as the end of a sentence; "" where nothing."""
+        return ""
+
     def begin_unit(self) -> None:
         """A unit begins."""
         self.progress.begin()
@@ -201,7 +205,8 @@ class ElasticUnits(ABC):
             break
         worker.take_up(membership.epoch)
         self._training.regrouped()
-        self._log.add(membership, time.monotonic() - began, error is not None)
+        lost = self.lost_for_good() if membership.lost else ""
+        self._log.add(membership, time.monotonic() - began, error is not None, lost)
         return self.progress.units > units
 
     def _regroup(self, membership: Membership) -> None:

@@ -29,9 +29,15 @@ class MembershipLog:
         self._loop = loop
         self._began, self._began_with = time.time(), loop.world.world_size
 
-    def add(self, membership: Membership, seconds: float, repeats: bool) -> None:
-        """The members have changed, which took so many seconds; `repeats`: something was
-        interrupted, and is done again."""
+    def add(self, membership: Membership, seconds: float, repeats: bool, forgone: str = "") -> None:
+        """The members have changed.
+
+        Args:
+            membership: the new one.
+            seconds: that it took.
+            repeats: something was interrupted, and is done again.
+            forgone: what is lost for good, as the end of a sentence.
+        """
         loop, size = self._loop, self._loop.world.world_size
         lost, joined = "; ".join(membership.lost), len(membership.joined)
         what = [f"lost {lost}"] if lost else []
@@ -40,7 +46,7 @@ class MembershipLog:
         goes = "repeat what was interrupted" if repeats else "go on"
         loop.reporter.line(
             f"membership {membership.epoch}: {', '.join(what)}; {workers} {goes} after "
-            f"{loop.counted} {loop.global_step} ({seconds:.2f} s)"
+            f"{loop.counted} {loop.global_step} ({seconds:.2f} s){forgone}"
         )
         logdir = loop.settings.logdir
         if loop.world.rank or logdir is None:

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from allhands.loop.bound_loop import BoundLoop
 
 
+# What an exchange's `state_dict` and `own_tensors` gave, and on how many ranks.
+_Residual = tuple[dict[str, Any], dict[str, torch.Tensor], int]
+
+
 class StateTransfer:
     """Brings over the state of one training.
 
@@ -36,6 +40,21 @@ class StateTransfer:
         self._buffers: list[torch.Tensor] = []
         # By group, what this rank held for others when one was lost.
         self._shards: dict[str, Shards] = {}
+        # By group, what compression had left over here: as the unit began, and when a rank was
+        # lost; with the number of ranks then.
+        self._residuals: dict[str, _Residual] = {}
+        self._kept: dict[str, _Residual] = {}
+
+    def begin_unit(self) -> None:
+        """What all ranks do together begins."""
+        self._residuals = self._present_residuals(self._loop.world.world_size)
+
+    def _present_residuals(self, ranks: int) -> dict[str, _Residual]:
+        return {
+            name: (group.exchange.state_dict(), group.exchange.own_tensors(), ranks)
+            for name, group in self._loop.groups.items()
+            if group.strategy.keeps_residual
+        }
 
     def keep_buffers(self) -> None:
         """A step is taken: what is changed by one that fails can be had again."""
@@ -69,7 +88,14 @@ class StateTransfer:
 
     def detach(self, standing: Standing) -> None:
         """Take the parts of optimizers' states that this rank holds for others out of their
-        optimizers, which are to be bound anew."""
+        optimizers, which are to be bound anew; and what compression has left over out of the
+        exchanges."""
+        if standing.units[self._loop.world.rank] == standing.newest:
+            kept = self._residuals
+        else:  # the step is taken, in which this rank was interrupted
+            ranks = next((ranks for _, _, ranks in self._residuals.values()), 1)
+            kept = self._present_residuals(ranks)
+        self._kept = self._kept or kept  # of the first loss, where one follows another
         for name, group in self._loop.groups.items():
             own = standing.units[self._loop.world.rank]
             if group.replicas is not None and own >= 0:
@@ -94,6 +120,7 @@ class StateTransfer:
                 shards = self._shards.get(name, {})
                 bring_shards(shards, group.settings.model, group.optimizer, world)
         self._shards.clear()
+        self._bring_residuals(standing.source)
         for group in loop.groups.values():
             if group.replicas is not None:
                 with loop.replica_steps.again():
@@ -107,6 +134,22 @@ class StateTransfer:
         # The next steps are read and looked at as by a rank that begins with them.
         loop.renew_steps()
         loop.look_again(-1 in standing.units)
+
+    def _bring_residuals(self, source: int) -> None:
+        """Go on with what compression had left over on this rank; what all ranks have alike is
+        that of rank `source`."""
+        loop, world = self._loop, self._loop.world
+        for name, group in loop.groups.items():
+            if not group.strategy.keeps_residual:
+                continue
+            alike, own, ranks = self._kept.get(name, ({}, {}, 1))
+            group.exchange.load_state_dict(
+                broadcast_state(alike if world.rank == source else None, source, world)
+            )
+            if own and ranks > 1:  # parts of the mean over so many ranks
+                count = torch.tensor(float(ranks), dtype=torch.float64)
+                group.exchange.load_own_tensors({**own, "ranks": count})
+        self._kept = {}
 
     def _take(self, state: dict[str, Any], own: int, newest: int) -> None:
         loop = self._loop

@@ -106,6 +106,9 @@ class Strategy(ABC):
     #: Whether a model on the meta device can be trained, whose weights come into being on the
     #: workers.
     takes_meta: bool = False
+    #: Whether the exchange has on each rank what compression has left over of its gradients. A
+    #: training goes on without that of a rank that is lost.
+    keeps_residual: bool = False
     #: Whether ranks have gradients of other parameters, or of parts of them, after the exchange.
     parted: bool = False
 

@@ -91,6 +91,7 @@ class DDP(Strategy):
         self.check_weights_every = check_weights_every
         if self.compress is not None:
             self.exact = False
+            self.keeps_residual = cast_dtype(self.compress) is None
         self.parted = optimizer_state == "sharded"
 
     def check_settings(self, settings: Any) -> None:
@@ -103,12 +104,10 @@ class DDP(Strategy):
 
     def regroup_refused(self) -> str | None:
         if self.sync_batchnorm:
-            return "DDP(sync_batchnorm=True) converts the model's layers; write DDP()"
-        if self.compress is not None and cast_dtype(self.compress) is None:
-            name = self.compress["name"]
             return (
-                f"DDP(compress={name!r}) has on each worker what was left over of its gradients, "
-                "which is lost with it; write compress='bf16', or DDP()"
+                "DDP(sync_batchnorm=True) takes its statistics over the micro-batches of all "
+                "workers, into which fewer workers cut a global batch otherwise; write DDP(), or "
+                "use GroupNorm"
             )
         return None
 

@@ -74,6 +74,11 @@ class DDPExchange(Exchange):
                 "--elastic: each part of the optimizer's state is on two workers, which both "
                 "update it; a loss of both at once ends the training"
             )
+        if options.may_lose and compress is not None and cast_dtype(compress) is None:
+            self.notes.append(
+                f"--elastic: what a worker has left over of its gradients (compress="
+                f"{compress['name']!r}) is lost with it, and the others go on with theirs"
+            )
         self.trained = self._exchanged(model)
         self._coded = self._make_coded(self.trained)
         self.buckets: Buckets | None = None
