@@ -117,6 +117,14 @@ def test_ranks_train_several_replicas_as_so_many_workers_would(lost: int | None)
             torch.testing.assert_close(state[name], mean, rtol=1e-4, atol=1e-6, msg=name)
 
 
+def test_a_rank_without_a_replica_takes_part() -> None:
+    found = in_world(6, together, None)
+    assert [held for held, _ in found] == [[0], [1], [2], [3], [4], []]
+    for _, state in found:
+        for name, mean in by_hand().items():
+            torch.testing.assert_close(state[name], mean, rtol=1e-4, atol=1e-6, msg=name)
+
+
 def test_what_both_ranks_have_lost_is_named() -> None:
     found = in_world(3, together, 1, False)
     assert all("worker 2 of local_sgd was lost" in said for said in found)

@@ -102,21 +102,13 @@ class BoundLoop(GroupedLoop, ABC):
         the world as it is now; all ranks call it together."""
         settings, world = self.settings, self.world
         strategy, elastic = settings.strategy, self.elastic
-        sources, replicas = (
-            settings.data.sources(settings.seed),
-            None if elastic is None else elastic.replicas,
-        )
-        self.feeds = self._feeds(sources, strategy.place(world))
-        self._of_replicas: range | None = None
-        self._further = {}
-        if replicas is not None:
-            trained = {name: one for name, one in sources.items() if one.trains}
-            self._of_replicas = share = range(*share_of(replicas, world.rank, world.world_size))
-            first = min(share.start, replicas - 1)
-            self.feeds |= self._feeds(trained, (first, replicas), True)
-            for number in share[1:]:
-                for name, feed in self._feeds(trained, (number, replicas), True).items():
-                    self._further.setdefault(name, []).append(feed)
+        sources = settings.data.sources(settings.seed)
+        replicas = None if elastic is None else elastic.replicas
+        self._of_replicas, self._further = None, {}
+        if replicas is None:
+            self.feeds = self._feeds(sources, strategy.place(world))
+        else:
+            self._feed_replicas(sources, replicas)
         self.trained = [feed for name, feed in self.feeds.items() if name.startswith("train")]
         if not self.groups:
             self.groups = {
@@ -160,6 +152,19 @@ class BoundLoop(GroupedLoop, ABC):
             strategy.level or self.level,
             None if elastic is None else strategy.shares(elastic.began_with),
         )
+
+    def _feed_replicas(self, sources: dict[str, Source], count: int) -> None:
+        """Give this rank the shares of its logical workers, of which there are `count`."""
+        world = self.world
+        trained = {name: one for name, one in sources.items() if one.trains}
+        others = {name: one for name, one in sources.items() if not one.trains}
+        self._of_replicas = own = range(*share_of(count, world.rank, world.world_size))
+        made = self._feeds(others, self.settings.strategy.place(world))
+        made |= self._feeds(trained, (min(own.start, count - 1), count))
+        self.feeds = {name: made[name] for name in sources}
+        for number in own[1:]:
+            for name, feed in self._feeds(trained, (number, count), True).items():
+                self._further.setdefault(name, []).append(feed)
 
     def read(self, feed: Feed, epoch: int, skip: int) -> Iterator[Any]:
         """This rank's steps of an epoch of a loader that is trained on, after `skip` samples."""
