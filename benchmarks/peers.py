@@ -278,7 +278,25 @@ def coala_tutorial(found: dict[str, Any]) -> list[Table]:
 
 
 # By the beginning of a file's name; the longer names come first.
+def planning(found: dict[str, Any]) -> list[Table]:
+    rows = [
+        [
+            name,
+            f"{row['predicted gib']:.2f}",
+            f"{row['measured gib']:.2f}",
+            f"{100 * (row['memory'] - 1):+.1f} %",
+            f"{row['predicted ms']:,.1f}",
+            f"{row['measured ms']:,.1f}",
+            f"{row['time']:.2f}",
+        ]
+        for name, row in found["cases"].items()
+    ]
+    header = ["", "GiB, plan", "measured", "error", "ms, plan", "measured", "of it"]
+    return [("bf16, a step of each on H200s", header, rows)]
+
+
 MAKERS = {
+    "planning": planning,
     "step_overhead": step_overhead,
     "launch": launch,
     "gpt_parallel": gpt_parallel,

@@ -23,7 +23,7 @@ import peers
 from report import RESULTS
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "docs/benchmarks.md")
+PAGES = ("README.md", "docs/benchmarks.md", "docs/planning.md")
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
@@ -112,6 +112,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "step": section("step_overhead_*.json launch.json"),
     "kvstore": section("kvstore*.json"),
     "mpi": section("mpi_allreduce_*.json"),
+    "planning": section("planning.json"),
     "horovod": section("horovod_[0-9]*.json horovod_h*.json horovod_tensorflow*.json"),
     "federated": section(
         "federated_h*.json federated_devices.json federated_peers.json federated_sites.json "

@@ -179,6 +179,7 @@ MODULES_TWICE = {
     "base": "the interface of a package's parts",
     "callbacks": "those of the runner, and Horovod's names for Keras",
     "certificates": "a subcommand and what it calls",
+    "plan": "a subcommand and what it calls",
     "collectives": "the same operations under three libraries' names",
     "compression": "Horovod's names for torch and for TensorFlow",
     "reductions": "Horovod's names for torch and for TensorFlow",

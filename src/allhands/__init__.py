@@ -55,6 +55,7 @@ _LAZY = {
     "WandbLogger": "allhands.loop.trackers",
     "Loop": "allhands.loop.loop",
     "spawn": "allhands.loop.spawned",
+    "plan": "allhands.planning.plan",
 }
 _PACKAGES = (
     "catalyst",
@@ -68,6 +69,7 @@ _PACKAGES = (
     "launch",
     "loop",
     "models",
+    "planning",
     "runner",
     "step",
     "strategies",
@@ -118,6 +120,7 @@ __all__ = [
     "find_learning_rate",
     "init",
     "load_checkpoint",
+    "plan",
     "spawn",
     "utils",
     "verify",
@@ -130,6 +133,7 @@ if TYPE_CHECKING:
     from allhands.loop.loop import Loop
     from allhands.loop.spawned import spawn
     from allhands.loop.trackers import Logger, MLflowLogger, WandbLogger
+    from allhands.planning.plan import plan
     from allhands.runner import (
         AveragedWeights,
         Callback,

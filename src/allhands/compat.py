@@ -23,6 +23,12 @@ _PRIVATE = {
     "pytree": ("torch.utils", "_pytree"),
     # Sees every operation; what PyTorch's own documentation tells to subclass.
     "TorchDispatchMode": ("torch.utils._python_dispatch", "TorchDispatchMode"),
+    # The store of a process group whose messages go nowhere.
+    "FakeStore": ("torch.testing._internal.distributed.fake_pg", "FakeStore"),
+    # The group of a functional collective, which has only its name.
+    "group_named": ("torch.distributed.distributed_c10d", "_resolve_process_group"),
+    # Leaves the mode of tensors without data for a while.
+    "real_tensors": ("torch._subclasses.fake_tensor", "unset_fake_temporarily"),
     # What fully_shard walks through a module's outputs with.
     "apply_to_tensors": ("torch.distributed.utils", "_apply_to_tensors"),
     # Where a tensor lies in the files of a checkpoint, which a reader of one's own must say.

@@ -69,6 +69,9 @@ SUBCOMMANDS = {
     "schema": Subcommand(
         "allhands.cli.schema_file", "schema", "Print the JSON schema of run files, for editors."
     ),
+    "plan": Subcommand(
+        "allhands.cli.plan", "plan", "Predict memory and speed of a run file on GPUs."
+    ),
     "verify": Subcommand(
         "allhands.cli.verify",
         "verify",

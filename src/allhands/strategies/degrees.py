@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 
 # Making a mesh makes process groups; trainings that follow one another in a world share them.
-_made: dict[tuple[Any, ...], DeviceMesh] = {}
+# They end with the group of the world.
+_made: WeakKeyDictionary[Any, dict[tuple[Any, ...], DeviceMesh]] = WeakKeyDictionary()
 
 
 class Degrees(NamedTuple):
@@ -72,12 +74,11 @@ class Degrees(NamedTuple):
         """The mesh of these degrees over all ranks of the world, with the axes `AXES`."""
         from torch.distributed.device_mesh import init_device_mesh
 
-        key = (id(dist.group.WORLD), world.device.type, *self)
-        if key not in _made:
-            for old in [old for old in _made if old[0] != key[0]]:
-                del _made[old]  # of a world that has ended
-            _made[key] = init_device_mesh(world.device.type, tuple(self), mesh_dim_names=AXES)
-        return _made[key]
+        meshes = _made.setdefault(dist.group.WORLD, {})
+        key = (world.device.type, *self)
+        if key not in meshes:
+            meshes[key] = init_device_mesh(world.device.type, tuple(self), mesh_dim_names=AXES)
+        return meshes[key]
 
 
 def read_degrees(pp: Any, dp: Any, tp: Any, shards: bool) -> Degrees:

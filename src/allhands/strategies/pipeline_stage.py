@@ -80,9 +80,10 @@ class Ghost:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         memo: dict[int, Any] = {}
         for parameter in model.parameters():
-            memo[id(parameter)] = nn.Parameter(
-                self._like(parameter), requires_grad=parameter.requires_grad
-            )
+            with self.mode:
+                memo[id(parameter)] = nn.Parameter(
+                    self._like(parameter), requires_grad=parameter.requires_grad
+                )
         for buffer in model.buffers():
             memo[id(buffer)] = self._like(buffer)
         self.model = copy.deepcopy(model, memo)

@@ -1,0 +1,138 @@
+"""`allhands plan`: what a run file would take on GPUs that need not be there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from allhands.cli.shared_options import Json, Overrides, RunFiles, read_checked
+from allhands.errors import UserError
+
+if TYPE_CHECKING:
+    from allhands.config import RunFile
+    from allhands.planning.operation_times import OperationTimes
+
+
+def plan(
+    overrides: Overrides = None,
+    *,
+    config: RunFiles = None,
+    gpus: Annotated[int, typer.Option("--gpus", help="How many GPUs.", min=1)] = 8,
+    card: Annotated[
+        str, typer.Option("--card", help="Of which kind: h200, h100, a100, l40s, rtx4090, …")
+    ] = "h100",
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            "--memory", help="Of one GPU, such as 80GB; default: the card's.", show_default=False
+        ),
+    ] = None,
+    link: Annotated[
+        str,
+        typer.Option(
+            "--link", help="Within a host and between hosts: nvlink+ib400, pcie+eth100, 12.5GB/s."
+        ),
+    ] = "nvlink+ib400",
+    per_host: Annotated[int, typer.Option("--per-host", help="GPUs of a host.", min=1)] = 8,
+    measure: Annotated[
+        bool,
+        typer.Option("--measure", help="Time each operation on the device that is here."),
+    ] = False,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            "--profile",
+            help="Measured operations: read where the file is there, written with --measure.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Predict the memory, traffic and speed of a training by each strategy.
+
+    Nothing is trained: one rank takes its steps on tensors without data. Prints a table, the
+    fastest that fits first, and its lines for the run file.
+    """
+    run_file = read_checked(config, list(overrides or ()))
+    from allhands.planning.plan import plan as plan_training
+
+    times = _times(card, measure, profile)
+    found = plan_training(
+        **_definition(run_file),
+        gpus=gpus,
+        card=card,
+        memory=memory,
+        link=link,
+        per_host=per_host,
+        times=times,
+    )
+    if measure and profile is not None:
+        from allhands.planning.operation_times import write_times
+
+        write_times(profile, times)
+    print(json.dumps(found.to_dict()) if as_json else found)
+    return 0
+
+
+def _times(card: str, measure: bool, profile: Path | None) -> OperationTimes:
+    import torch
+
+    from allhands.planning.machines import card_named
+    from allhands.planning.operation_times import OperationTimes, read_times
+
+    device = None
+    if measure:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    there = profile is not None and (profile.exists() or not measure)
+    known = read_times(profile) if there and profile is not None else {}
+    return OperationTimes(card_named(card), known, device)
+
+
+def _definition(run_file: RunFile) -> dict[str, Any]:
+    """The arguments of `allhands.plan` that a run file gives."""
+    import torch
+
+    from allhands.cli.named import raise_all
+    from allhands.cli.run_data import entry_of
+    from allhands.cli.run_objects import (
+        criterion_of,
+        datasets_of,
+        model_of,
+        optimizer_of,
+        problems,
+        runner_of,
+    )
+    from allhands.data import build_feeds
+    from allhands.loop.settings import Data
+    from allhands.world import World
+
+    raise_all(problems(run_file, files=True))
+    given = run_file.config
+    if given.loop is not None:
+        raise UserError(
+            "a plan is for steps of a model and a criterion, and this run file has a loop of its "
+            "own; call allhands.plan(model=…, criterion=…, optimizer=…, batch=…) with what it does"
+        )
+    entry = entry_of(run_file)
+    try:
+        with torch.device("meta"):
+            model = model_of(run_file, entry)
+    except (RuntimeError, NotImplementedError):  # it computes as it is made
+        model = model_of(run_file, entry)
+    world = World(0, 0, 0, 1, 1, torch.device("cpu"), "none", "plan")
+    sources = Data(None, datasets_of(run_file)).sources(given.seed)
+    trained = {name: one for name, one in sources.items() if name.startswith("train")}
+    feed = next(iter(build_feeds(trained, world, given.seed).values()))
+    return {
+        "model": model,
+        "criterion": criterion_of(run_file),
+        "optimizer": optimizer_of(run_file, model),
+        "batch": feed.example(given.data.batch_size),
+        "precision": given.precision,
+        "accumulate": given.accumulate,
+        "clip_norm": given.clip_norm,
+        "runner": runner_of(run_file),
+    }

@@ -1,0 +1,84 @@
+"""The ways in which a model may be trained on a number of GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from allhands.strategies import DDP, FSDP, Mesh, Pipeline, Single, Strategy, Tensor
+from allhands.strategies.degrees import Degrees
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way.
+
+    Attributes:
+        strategy: its settings.
+        lines: what a run file says of it.
+        recompute: whether layers are computed again in the backward pass.
+    """
+
+    strategy: Strategy
+    lines: dict[str, Any]
+    recompute: bool = False
+
+    @property
+    def name(self) -> str:
+        """It in a few words."""
+        options = [_short(key, value) for key, value in self.lines.items() if key != "name"]
+        words = [str(self.lines["name"]), *options, *(["recompute"] if self.recompute else [])]
+        return " ".join(words)
+
+    def degrees(self, gpus: int) -> Degrees:
+        """How many workers lie along each axis."""
+        if hasattr(self.strategy, "degrees_for"):
+            found: Degrees = self.strategy.degrees_for(gpus)
+            return found
+        return Degrees(replicate=gpus)
+
+
+def candidates(gpus: int, per_host: int) -> Iterator[Candidate]:
+    """What to look at: each strategy alone, and its products with others where there are several
+    hosts.
+
+    Args:
+        gpus: how many.
+        per_host: GPUs of a host, which tensor parallelism stays within.
+    """
+    for strategy, lines in _strategies(gpus, per_host):
+        yield Candidate(strategy, lines)
+
+
+def _strategies(gpus: int, per_host: int) -> Iterator[tuple[Strategy, dict[str, Any]]]:
+    if gpus == 1:
+        yield Single(), {"name": "single"}
+        return
+    yield DDP(), {"name": "ddp"}
+    yield DDP(optimizer_state="sharded"), {"name": "ddp", "optimizer_state": "sharded"}
+    yield FSDP(), {"name": "fsdp"}
+    within = min(gpus, per_host)
+    hosts = gpus // within
+    whole = hosts * within == gpus and hosts > 1
+    if whole:
+        dp = {"replicate": hosts, "shard": within}
+        yield Mesh(dp=dp), {"name": "mesh", "dp": dp}
+    if gpus <= per_host:
+        yield Tensor(), {"name": "tensor"}
+        yield Pipeline(), {"name": "pipeline"}
+    if not whole:
+        return
+    yield Mesh(dp=hosts, tp=within), {"name": "mesh", "dp": hosts, "tp": within}
+    dp = {"replicate": 1, "shard": hosts}
+    yield Mesh(dp=dp, tp=within), {"name": "mesh", "dp": dp, "tp": within}
+    stages = next((n for n in (8, 4, 2) if n <= gpus and gpus % n == 0), 1)
+    if stages > 1:
+        copies = gpus // stages
+        yield Mesh(pp=stages, dp=copies), {"name": "mesh", "pp": stages, "dp": copies}
+
+
+def _short(key: str, value: Any) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"{name} {one}" for name, one in value.items() if one > 1)
+    return value if isinstance(value, str) else f"{key} {value}"

@@ -1,0 +1,283 @@
+"""A step of one rank of any world, in this process, on tensors without data.
+
+The strategy, its exchange and the optimizer's step are those of a training; only the group's
+messages go nowhere, and nothing is computed. So what is measured is what a training does.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from allhands.comm.traffic import Collective
+from allhands.compat import FakeStore
+from allhands.errors import UserError
+from allhands.loop.optimizer_group import OptimizerGroup
+from allhands.loop.recomputing import recomputing
+from allhands.loop.settings import Data, LoopSettings
+from allhands.loop.task import Objective, Task
+from allhands.planning.cuda_casts import CudaCasts
+from allhands.planning.operation import Operation
+from allhands.planning.step_recorder import (
+    ELSEWHERE,
+    FORWARD,
+    UPDATE,
+    GroupRanks,
+    StepRecorder,
+    storage_resizing,
+)
+from allhands.runner.evaluation import Forward
+from allhands.step import LossRule
+from allhands.strategies import Strategy
+from allhands.world import World
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained, without who trains it.
+
+    Attributes:
+        model, criterion, optimizer: as for `allhands.SupervisedRunner.train`; weights on the meta
+            device are enough.
+        batch: what each worker takes in a micro-batch.
+        samples: how many samples that is.
+        runner: calls the model on a batch.
+        precision, accumulate, clip_norm, activation_checkpointing: as for `train`.
+    """
+
+    model: nn.Module
+    criterion: Any
+    optimizer: torch.optim.Optimizer
+    batch: Any
+    samples: int
+    runner: Any
+    precision: str = "fp32"
+    accumulate: int = 1
+    clip_norm: float | None = None
+    activation_checkpointing: Any = False
+
+
+@dataclass(frozen=True)
+class DryStep:
+    """What one rank does in a step, after the first.
+
+    Attributes:
+        peak: the most bytes that it holds at once.
+        kinds: of these, bytes by kind: "weights", "gradients", "optimizer", "activations",
+            "buffers" (of the exchange), "input" and "temporary".
+        events: phase, and operation or collective, in their order.
+    """
+
+    peak: int
+    kinds: dict[str, int]
+    events: list[tuple[str, Operation | Collective]]
+    groups: GroupRanks = field(default_factory=dict)
+
+    @property
+    def transfers(self) -> list[Collective]:
+        return [event for _, event in self.events if isinstance(event, Collective)]
+
+
+def dry_step(
+    workload: Workload, strategy: Strategy, workers: int, rank: int = 0, per_host: int = 8
+) -> DryStep:
+    """Take some steps of one rank, and tell what the last one does.
+
+    Raises:
+        UserError: the strategy cannot train this with so many workers; this process is in a world
+            already.
+    """
+    with ExitStack() as stack:
+        world = stack.enter_context(_world(workers, rank, per_host))
+        if hasattr(strategy, "degrees_for") and workers > 1:
+            strategy.degrees_for(workers).layout(world)
+        mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        recorder = StepRecorder(mode)
+        model, optimizer, batch = _without_data(workload, mode)
+        stack.callback(storage_resizing(recorder))
+        stack.enter_context(CudaCasts())
+        stack.enter_context(warnings.catch_warnings())
+        # Addresses tell which tensors share memory; nothing is read there.
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        stack.enter_context(recorder)
+        return _last_step(workload, strategy, world, recorder, model, optimizer, batch)
+
+
+def _last_step(
+    workload: Workload,
+    strategy: Strategy,
+    world: World,
+    recorder: StepRecorder,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Any,
+) -> DryStep:
+    settings = LoopSettings(
+        model=model,
+        optimizer=optimizer,
+        data=Data(optional=True),
+        precision=workload.precision,
+        accumulate=workload.accumulate,
+        clip_norm=workload.clip_norm,
+        strategy=strategy,
+        activation_checkpointing=workload.activation_checkpointing,
+    )
+    runner = workload.runner
+    task = Task(
+        lambda module, batch: Forward(runner, module, world.device)(batch),
+        workload.criterion,
+        runner.rows_of,
+    )
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if strategy.takes_meta:  # the strategy makes what the rank holds of it
+            recorder.storages.add_elsewhere(tensor)
+        else:
+            recorder.storages.add(tensor, "make")
+    for tensor in _floating(batch):
+        recorder.storages.add(tensor, "make")
+    group = OptimizerGroup(settings, world, task, _no_trial, lambda _: None)
+    optimizer = group.optimizer
+    rule = LossRule(workload.criterion)
+    rule.leave_unchecked()
+    if (slices := group.placement.slices) is not None:
+        rule.call = slices.loss_function(rule.call)
+        rule.mean_call = slices.loss_function(rule.mean_call)
+    forward = Forward(runner, group.called, world.device, workload.criterion)
+    objective = Objective(forward, rule, runner.target_of, lambda: lambda *_: None)
+    group.begin(0)
+    group.train()
+    take = group.step_for(objective)
+    take.before_first_update = None
+    gradients: set[int] = set()
+
+    def before(*_: Any) -> None:
+        recorder.phase = UPDATE
+        gradients.update(recorder.storages.numbers(p.grad for p in group.model.parameters()))
+
+    optimizer.register_step_pre_hook(before)
+    parts = workload.accumulate
+    shares = group.placement.shares
+    counts = [workload.samples] * parts
+    # Ranks that hold parts of a model tell one another in the first two what they call.
+    steps = 3 if strategy.takes_meta else 2
+    for number in range(steps):
+        recorder.phase = FORWARD
+        if number == steps - 1:
+            recorder.storages.forget()
+            recorder.records = True
+        with recomputing(group):
+            take([batch] * parts, counts, sum(counts) * shares, False)
+    kinds = {
+        "weights": recorder.storages.numbers([*group.model.parameters(), *group.model.buffers()]),
+        "optimizer": recorder.storages.numbers(
+            value for state in optimizer.state.values() for value in state.values()
+        ),
+        "gradients": gradients,
+        "input": recorder.storages.numbers(_floating(batch)),
+    }
+    names = {"forward": "activations", "make": "buffers", "backward": "temporary"}
+    names["update"] = "temporary"
+    found: dict[str, int] = {}
+    for kind, size in recorder.storages.by_kind(kinds).items():
+        if kind == ELSEWHERE:
+            continue
+        name = names.get(kind, kind)
+        found[name] = found.get(name, 0) + size
+    return DryStep(recorder.storages.peak, found, recorder.events, recorder.groups)
+
+
+@contextmanager
+def _world(workers: int, rank: int, per_host: int) -> Iterator[World]:
+    """A world whose messages go nowhere."""
+    if dist.is_initialized():
+        raise UserError(
+            "a plan needs a process of its own, and this one is a worker of a world; plan before "
+            "allhands.init, or in another process"
+        )
+    hook = sys.excepthook
+    if workers > 1:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=workers)
+        sys.excepthook = hook  # PyTorch's would put the rank before every line of an error
+    host = min(per_host, workers)
+    try:
+        yield World(
+            rank,
+            rank % host,
+            rank // host,
+            workers,
+            host,
+            _CPU,
+            "fake" if workers > 1 else "none",
+            "plan",
+        )
+    finally:
+        if workers > 1:
+            dist.destroy_process_group()
+
+
+def _without_data(
+    workload: Workload, mode: FakeTensorMode
+) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """Copies of the model, its optimizer and the batch, without data but for whole numbers."""
+    memo: dict[int, Any] = {}
+
+    def like(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_CPU)
+
+    model = workload.model
+    with mode:
+        for parameter in model.parameters():
+            memo[id(parameter)] = nn.Parameter(
+                like(parameter), requires_grad=parameter.requires_grad
+            )
+        for buffer in model.buffers():
+            memo[id(buffer)] = like(buffer)
+        own = workload.optimizer
+        other = copy.copy(own)
+        other.__dict__ = dict(own.__dict__)
+        other.state = copy.copy(own.state)
+        other.state.clear()
+        other.param_groups = [
+            {**group, "params": [memo[id(p)] for p in group["params"]]}
+            for group in own.param_groups
+        ]
+        for group in other.param_groups:
+            if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+                group["foreach"] = True  # as on a GPU
+        batch = _mapped(workload.batch, like)
+        copied = copy.deepcopy(model, memo)
+    # It lies where it is to be, and cannot be moved.
+    copied.to = lambda *_: copied  # type: ignore[method-assign]
+    return copied, other, batch
+
+
+def _mapped(batch: Any, like: Any) -> Any:
+    from allhands.data import map_tensors
+
+    return map_tensors(batch, lambda one: like(one) if one.is_floating_point() else one)
+
+
+def _floating(batch: Any) -> list[torch.Tensor]:
+    from allhands.compat import pytree
+
+    return [
+        leaf
+        for leaf in pytree.tree_leaves(batch)
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+    ]
+
+
+def _no_trial(*_: Any) -> Any:
+    raise UserError("a plan computes nothing, so that nothing can be measured; name a number")

@@ -1,0 +1,87 @@
+"""What one way of training would take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from allhands.planning.timing import StepTime
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one way of training would take.
+
+    Attributes:
+        name: the strategy, in words.
+        lines: what a run file says of it.
+        memory: bytes of the fullest rank by kind; empty where `refused`.
+        seconds: of a step; None where `refused`.
+        sent, received: bytes of a rank in a step.
+        samples: in a step, over all ranks.
+        efficiency: of what its GPUs compute in the time, to computing alone.
+        refused: why it cannot train this; "" where it can.
+        limit: bytes of a card.
+    """
+
+    name: str
+    lines: dict[str, Any]
+    memory: dict[str, int]
+    seconds: StepTime | None
+    sent: float
+    received: float
+    samples: int
+    limit: float
+    refused: str = ""
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the fullest rank."""
+        return sum(self.memory.values())
+
+    @property
+    def fits(self) -> bool:
+        return not self.refused and self.peak <= self.limit
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.samples / self.seconds.total if self.seconds else 0.0
+
+    @property
+    def efficiency(self) -> float:
+        return self.seconds.compute / self.seconds.total if self.seconds else 0.0
+
+    @property
+    def why_not(self) -> str:
+        """Why it cannot be taken; "" where it can."""
+        if self.refused or self.fits:
+            return self.refused
+        largest = max(self.memory, key=lambda kind: self.memory[kind])
+        return (
+            f"takes {self.peak / 1e9:.1f} GB, of which {largest} "
+            f"{self.memory[largest] / 1e9:.1f} GB"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it in plain data: bytes, seconds and samples a second."""
+        time = self.seconds
+        return {
+            "strategy": self.name,
+            "run_file": self.lines,
+            "fits": self.fits,
+            "why_not": self.why_not,
+            "memory": self.memory,
+            "sent": self.sent,
+            "received": self.received,
+            "samples_per_second": self.samples_per_second,
+            "efficiency": self.efficiency,
+            "seconds": None
+            if time is None
+            else {
+                "total": time.total,
+                "compute": time.compute,
+                "waiting": time.waiting,
+                "bubble": time.bubble,
+                "launch": time.launch,
+            },
+        }

@@ -1,0 +1,186 @@
+"""What GPUs compute and links carry: published peaks, and what of them a training gets."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from allhands.errors import UserError, did_you_mean
+
+# What large matrix products and copies get of the published peaks: 789 of 989 TFLOP/s were measured
+# on an H200 for a product of 8,192 squares.
+_OF_PRODUCTS = 0.8
+_OF_MEMORY = 0.8
+# What a ring of NCCL gets of a link.
+_OF_LINK = 0.8
+_GIGA = 1e9
+
+
+@dataclass(frozen=True)
+class Card:
+    """A kind of GPU.
+
+    Attributes:
+        name: how it is asked for.
+        memory: bytes.
+        flops: floating point operations a second of matrix products, by bytes of a number.
+        bandwidth: bytes a second of its memory.
+        libraries: bytes of its memory that cuBLAS takes for its workspaces.
+    """
+
+    name: str
+    memory: float
+    flops: Mapping[int, float]
+    bandwidth: float
+    libraries: int = 16 * 2**20
+
+    def seconds(self, flops: int, moved: int, width: int) -> float:
+        """Of an operation, by the slower of what it computes and what it moves."""
+        peak = self.flops.get(width, self.flops[4])
+        return max(flops / (peak * _OF_PRODUCTS), moved / (self.bandwidth * _OF_MEMORY))
+
+
+def _card(name: str, gb: float, fp32: float, bf16: float, tb: float, mb: int = 16) -> Card:
+    flops = {8: fp32 / 2 * 1e12, 4: fp32 * 1e12, 2: bf16 * 1e12}
+    return Card(name, gb * _GIGA, flops, tb * 1e12, mb * 2**20)
+
+
+# Data sheets of NVIDIA: memory in GB, fp32 and dense bf16 (fp16) TFLOP/s, TB/s; workspaces as
+# torch.backends.cuda documents them, one for the thread of each pass.
+CARDS = {
+    card.name: card
+    for card in (
+        _card("b200", 180, 80, 2250, 8.0, 64),
+        _card("h200", 141, 67, 989, 4.8, 64),
+        _card("h100", 80, 67, 989, 3.35, 64),
+        _card("a100", 80, 19.5, 312, 2.039),
+        _card("a100-40", 40, 19.5, 312, 1.555),
+        _card("l40s", 48, 91.6, 362, 0.864),
+        _card("a10", 24, 31.2, 125, 0.6),
+        _card("v100", 32, 15.7, 125, 0.9),
+        _card("t4", 16, 8.1, 65, 0.32),
+        _card("rtx4090", 24, 82.6, 165, 1.008),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects two ranks: a message of n bytes takes ``latency + n / bandwidth`` seconds."""
+
+    name: str
+    bandwidth: float
+    latency: float
+
+    def seconds(self, sent: float, steps: float) -> float:
+        return steps * self.latency + sent / self.bandwidth
+
+
+def _link(name: str, gigabytes: float, microseconds: float) -> Link:
+    return Link(name, gigabytes * _GIGA * _OF_LINK, microseconds * 1e-6)
+
+
+# GB/s in one direction for each GPU, and microseconds of a step of a ring.
+LINKS = {
+    link.name: link
+    for link in (
+        _link("nvlink5", 900, 3),
+        _link("nvlink4", 450, 3),
+        _link("nvlink3", 300, 3),
+        _link("nvlink", 450, 3),
+        _link("pcie5", 63, 5),
+        _link("pcie4", 31.5, 5),
+        _link("pcie3", 15.75, 5),
+        _link("pcie", 31.5, 5),
+        _link("ib800", 100, 6),
+        _link("ib400", 50, 6),
+        _link("ib200", 25, 6),
+        _link("ib100", 12.5, 6),
+        _link("eth400", 50, 15),
+        _link("eth100", 12.5, 30),
+        _link("eth25", 3.125, 40),
+        _link("eth10", 1.25, 50),
+        _link("eth1", 0.125, 60),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Links:
+    """Those within a host, and between hosts."""
+
+    inside: Link
+    between: Link
+
+    def seconds(self, sent: float, kind: str, size: int, hosts: int) -> float:
+        """Of a collective of `size` ranks on so many hosts, each of which sends `sent` bytes."""
+        link = self.inside
+        if hosts > 1:
+            slower = min(self.inside.bandwidth, self.between.bandwidth)
+            link = Link("", slower, self.between.latency)
+        ways = 2 if kind == "all_reduce" else 1
+        return link.seconds(sent, ways * max(1, math.ceil(math.log2(size))))
+
+
+def card_named(name: str) -> Card:
+    """The card of this name.
+
+    Raises:
+        UserError: there is none.
+    """
+    found = CARDS.get(name.lower())
+    if found is None:
+        raise UserError(
+            f"card '{name}' is not known{did_you_mean(name, CARDS)}; known are: {', '.join(CARDS)}"
+        )
+    return found
+
+
+def links_named(text: str) -> Links:
+    """Links as they are written: ``"nvlink+ib400"``, within a host and between hosts; one alone is
+    both; ``"12.5GB/s"`` is a link of that bandwidth.
+
+    Raises:
+        UserError: one is not known.
+    """
+    parts = text.split("+")
+    if len(parts) > 2:
+        raise UserError(
+            f"link '{text}' has {len(parts)} parts; write one within a host and one between hosts, "
+            "such as nvlink+ib400"
+        )
+    links = [_link_named(part.strip()) for part in parts]
+    return Links(links[0], links[-1])
+
+
+def _link_named(name: str) -> Link:
+    if name.lower() in LINKS:
+        return LINKS[name.lower()]
+    match = re.fullmatch(r"([\d.]+)\s*GB/s", name, re.IGNORECASE)
+    if match is None:
+        raise UserError(
+            f"link '{name}' is not known{did_you_mean(name, LINKS)}; known are: "
+            f"{', '.join(LINKS)}, or a bandwidth such as 12.5GB/s"
+        )
+    return Link(name, float(match[1]) * _GIGA, 10e-6)
+
+
+def bytes_of(text: str | float) -> float:
+    """A size of memory, in bytes: a number, or text such as "80GB", "24 GiB", "512MB".
+
+    Raises:
+        UserError: it is none.
+    """
+    if isinstance(text, (int, float)) and not isinstance(text, bool) and text > 0:
+        return float(text)
+    match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT])(i?)B\s*", str(text), re.IGNORECASE)
+    if match is None or not _is_number(match[1]):
+        raise UserError(f"memory {text!r} is no size; write for example 80GB or 24GiB")
+    power = "KMGT".index(match[2].upper()) + 1
+    return float(match[1]) * (1024 if match[3] else 1000) ** power
+
+
+def _is_number(text: str) -> bool:
+    return text.count(".") <= 1 and text.strip(".") != ""

@@ -1,0 +1,250 @@
+"""Which strategies fit on a number of GPUs, and how fast each would be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import yaml
+
+from allhands.checks import check_whole
+from allhands.errors import UserError
+from allhands.planning.candidates import Candidate, candidates
+from allhands.planning.dry_step import Workload, dry_step
+from allhands.planning.forecast import Prediction
+from allhands.planning.machines import Card, Links, bytes_of, card_named, links_named
+from allhands.planning.operation_times import OperationTimes
+from allhands.planning.plan_text import text_of
+from allhands.planning.step_recorder import GroupRanks
+from allhands.planning.timing import (
+    CAPTURED_S,
+    EAGER_S,
+    Places,
+    pipeline_time,
+    step_time,
+)
+from allhands.strategies.degrees import Degrees
+
+# Memory that the process itself takes of a card beside PyTorch's tensors: the CUDA context, and the
+# buffers of NCCL for a group.
+_CONTEXT = 500 * 10**6
+_NCCL = 200 * 10**6
+# Of a pipeline's schedule: by how much of a stage's time it waits, for p ranks, m micro-batches and
+# v stages a rank.
+_BUBBLES = {
+    "gpipe": lambda p, m, v: (p - 1) / m,
+    "1f1b": lambda p, m, v: (p - 1) / m,
+    "interleaved": lambda p, m, v: (p - 1) / (v * m),
+    "zero_bubble": lambda p, m, v: (p - 1) / (3 * v * m),
+}
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """The ways of a training on a number of GPUs, the fastest that fits first.
+
+    Attributes:
+        rows: predictions.
+        gpus: how many.
+        card: of which kind.
+        assumptions: what the times stand on, in words.
+    """
+
+    rows: list[Prediction]
+    gpus: int
+    card: Card
+    assumptions: str
+
+    @property
+    def best(self) -> Prediction | None:
+        """The fastest that fits; None where nothing does."""
+        return next((row for row in self.rows if row.fits), None)
+
+    def run_file(self) -> str:
+        """What a run file says for the best; "" where nothing fits."""
+        if self.best is None:
+            return ""
+        return yaml.safe_dump(self.best.lines, sort_keys=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it in plain data: bytes, seconds and samples a second."""
+        return {
+            "gpus": self.gpus,
+            "card": self.card.name,
+            "assumptions": self.assumptions,
+            "rows": [row.to_dict() for row in self.rows],
+        }
+
+    def __str__(self) -> str:
+        title = f"{self.gpus} x {self.card.name}"
+        return text_of(self.rows, title, self.assumptions, self.best, self.run_file())
+
+
+def plan(
+    *,
+    model: Any,
+    criterion: Any,
+    optimizer: Any,
+    batch: Any,
+    gpus: int,
+    card: str = "h100",
+    memory: str | float | None = None,
+    link: str = "nvlink+ib400",
+    per_host: int = 8,
+    precision: str = "fp32",
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    runner: Any = None,
+    strategies: Iterable[Candidate] | None = None,
+    times: OperationTimes | None = None,
+) -> TrainingPlan:
+    """Predict memory, bytes and step time of a training on GPUs that need not be there.
+
+    For each strategy one rank takes a few steps in this process, with the code of a training, on
+    tensors without data; a pipeline's first, second and last rank do. Memory is what PyTorch would
+    hold at once in the last of them, in blocks as its allocator gives them out, with cuBLAS's
+    workspaces. Times are of operations, by the card's published peaks or as `times` has measured
+    them, and of collectives, by a latency for each step of a tree and the bandwidth of a ring.
+
+    Args:
+        model: on any device; on the meta device it takes no memory.
+        criterion: as for `SupervisedRunner.train`.
+        optimizer: over the model's parameters.
+        batch: what each share of the samples is in a micro-batch, on any device.
+        gpus: how many there would be, at least 1.
+        card: of which kind, such as "h200", "h100", "a100", "l40s".
+        memory: bytes of one, or such as "80GB"; None takes the card's.
+        link: within a host and between hosts, such as "nvlink+ib400"; or bandwidths, "12.5GB/s".
+        per_host: GPUs of a host.
+        precision, accumulate, clip_norm: as for `train`.
+        runner: calls the model on a batch; None is `SupervisedRunner()`.
+        strategies: what to look at; None takes all that may fit, with layers that are computed
+            again where one does not fit otherwise.
+        times: of operations on the card; None takes its published peaks.
+
+    Returns:
+        The plan, which prints as a table.
+
+    Raises:
+        UserError: a card, link, size or number that there is not; a model that no strategy can
+            train.
+    """
+    check_whole("gpus", gpus)
+    check_whole("per_host", per_host)
+    chosen, links = card_named(card), links_named(link)
+    limit = chosen.memory if memory is None else bytes_of(memory)
+    if runner is None:
+        from allhands.runner import SupervisedRunner
+
+        runner = SupervisedRunner()
+    workload = Workload(
+        model=model,
+        criterion=criterion,
+        optimizer=optimizer,
+        batch=batch,
+        samples=samples_of(runner, batch),
+        runner=runner,
+        precision=precision,
+        accumulate=accumulate,
+        clip_norm=clip_norm,
+    )
+    times = times or OperationTimes(chosen)
+    rows = []
+    for one in candidates(gpus, per_host) if strategies is None else strategies:
+        row = _predict(workload, one, gpus, per_host, times, links, limit)
+        rows.append(row)
+        if strategies is None and not row.refused and not row.fits:
+            again = replace(one, recompute=True)
+            rows.append(_predict(workload, again, gpus, per_host, times, links, limit))
+    rows.sort(key=lambda row: (not row.fits, bool(row.refused), -row.samples_per_second))
+    if all(row.refused for row in rows):
+        raise UserError(f"no strategy can train this on {gpus} GPUs: {rows[0].refused}")
+    return TrainingPlan(rows, gpus, chosen, _assumptions(chosen, link, per_host, times))
+
+
+def samples_of(runner: Any, batch: Any) -> int:
+    """How many samples a batch holds.
+
+    Raises:
+        UserError: it cannot be told.
+    """
+    count = runner.rows_of(batch)
+    if not count:
+        raise UserError(
+            "how many samples the batch holds cannot be told; override rows_of in your runner"
+        )
+    return int(count)
+
+
+def _predict(
+    workload: Workload,
+    candidate: Candidate,
+    gpus: int,
+    per_host: int,
+    times: OperationTimes,
+    links: Links,
+    limit: float,
+) -> Prediction:
+    strategy, degrees = candidate.strategy, candidate.degrees(gpus)
+    samples = workload.samples * workload.accumulate * degrees.dp
+    lines: dict[str, Any] = {"strategy": candidate.lines, "workers": gpus}
+    if candidate.recompute:
+        lines["activation_checkpointing"] = True
+        workload = replace(workload, activation_checkpointing=True)
+    ranks = sorted({0, *([degrees.dp * degrees.tp, gpus - 1] if degrees.pp > 1 else [])})
+    try:
+        strategy.check_size(gpus)
+        steps = [dry_step(workload, strategy, gpus, rank, per_host) for rank in ranks]
+    except (UserError, ValueError) as error:
+        return Prediction(candidate.name, lines, {}, None, 0.0, 0.0, samples, limit, str(error))
+    fullest = max(steps, key=lambda step: step.peak)
+    own = _beside(times.card, degrees, gpus)
+    captured = degrees.product == degrees.replicate and not candidate.recompute
+    captured = captured and not strategy.parted
+    launch = CAPTURED_S if captured else EAGER_S
+    places = [_places(step.groups, per_host, degrees) for step in steps]
+    if degrees.pp > 1:
+        pipeline: Any = getattr(strategy, "pipeline", strategy)
+        count = pipeline.microbatches or degrees.pp
+        waits = _BUBBLES[pipeline.schedule](degrees.pp, count, pipeline.stages_per_worker)
+        seconds = pipeline_time(steps, times, links, places, launch, waits)
+    else:
+        seconds = step_time(steps[0], times, links, places[0], launch)
+    most = max(steps, key=lambda step: sum(one.sent for one in step.transfers))
+    return Prediction(
+        candidate.name,
+        lines,
+        fullest.kinds | own,
+        seconds,
+        math.fsum(one.sent for one in most.transfers),
+        math.fsum(one.received for one in most.transfers),
+        samples,
+        limit,
+    )
+
+
+def _beside(card: Card, degrees: Degrees, gpus: int) -> dict[str, int]:
+    """Bytes that libraries take of a card, beside tensors."""
+    groups = sum(degree > 1 for degree in degrees) + (gpus > 1)
+    return {"libraries": card.libraries, "CUDA and NCCL": _CONTEXT + _NCCL * groups}
+
+
+def _places(groups: GroupRanks, per_host: int, degrees: Degrees) -> Places:
+    hosts = {name: len({rank // per_host for rank in ranks}) for name, ranks in groups.items()}
+    blocking = set()
+    for name, ranks in groups.items():
+        neighbours = max(ranks) - min(ranks) + 1 == len(ranks) == degrees.tp
+        if degrees.tp > 1 and neighbours:
+            blocking.add(name)
+    return Places(hosts, frozenset(blocking))
+
+
+def _assumptions(card: Card, link: str, per_host: int, times: OperationTimes) -> str:
+    by = f"the published peaks of {card.name}, not measured"
+    if times.known:
+        by = f"{len(times.known)} measured operations"
+        if times.by_peaks:
+            by += f", and for others by the published peaks of {card.name}"
+    return f"times by {by}; {per_host} GPUs a host, link {link}"

@@ -1,0 +1,131 @@
+"""How long a step takes, of what a dry run has seen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from allhands.comm.traffic import Collective
+from allhands.planning.dry_step import DryStep
+from allhands.planning.machines import Links
+from allhands.planning.operation import Operation
+from allhands.planning.operation_times import OperationTimes
+from allhands.planning.step_recorder import UPDATE
+
+# Seconds in which Python and PyTorch hand over one operation; and between two kernels of a step
+# that was captured in a CUDA graph.
+EAGER_S = 12e-6
+CAPTURED_S = 1.5e-6
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step, and what they are spent on.
+
+    Attributes:
+        compute: of the GPU.
+        waiting: for collectives, beyond what computing hides.
+        bubble: of a pipeline, in which a stage waits for the others.
+        launch: in which the GPU waits for the host.
+    """
+
+    compute: float
+    waiting: float
+    bubble: float = 0.0
+    launch: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.waiting + self.bubble + self.launch
+
+
+@dataclass(frozen=True)
+class Places:
+    """Which groups hold a step up, and on how many hosts each group is.
+
+    Attributes:
+        hosts: by the name of a group.
+        blocking: names of groups whose collectives the next operation waits for.
+    """
+
+    hosts: Mapping[str, int]
+    blocking: frozenset[str]
+
+
+def step_time(
+    step: DryStep, times: OperationTimes, links: Links, places: Places, launch: float
+) -> StepTime:
+    """The time of a step without a pipeline.
+
+    Two streams, as a GPU has them: one computes, one communicates. A gather of parameters begins
+    while the layer before is computed; sums of gradients run beside the backward pass and are
+    waited for before the update; collectives of tensor parallelism hold up what follows.
+
+    Args:
+        step: what one rank does.
+        times: of operations.
+        links: that collectives go over.
+        places: where groups are.
+        launch: seconds in which the host hands over one operation.
+    """
+    now = free = host = compute = idle = before = 0.0
+    for phase, event in step.events:
+        if isinstance(event, Operation):
+            seconds = times(event)
+            host += launch
+            if host > now:  # the GPU has nothing to do yet
+                idle += host - now
+                now = host
+            now += seconds
+            compute += seconds
+            continue
+        seconds = _seconds(event, links, places)
+        if event.group in places.blocking or (phase == UPDATE and event.kind != "broadcast"):
+            now = free = max(now, free) + seconds
+        elif event.kind == "all_gather":
+            free = max(free, before) + seconds
+            before, now = now, max(now, free)
+        else:
+            free = max(free, now) + seconds
+        if phase == UPDATE:
+            now = max(now, free)
+    total = max(now, free)
+    return StepTime(compute, max(0.0, total - compute - idle), 0.0, idle)
+
+
+def pipeline_time(
+    steps: Sequence[DryStep],
+    times: OperationTimes,
+    links: Links,
+    places: Sequence[Places],
+    launch: float,
+    waits: float,
+) -> StepTime:
+    """The time of a step of a pipeline, by the slowest of its stages.
+
+    Args:
+        steps: those of some stages.
+        times, links, launch: as for `step_time`.
+        places: for each stage.
+        waits: by how much of a stage's own time it waits for the others.
+    """
+    found = []
+    for step, place in zip(steps, places, strict=True):
+        own = [one for one in step.events if not _is_message(one[1])]
+        time = step_time(replace(step, events=own), times, links, place, launch)
+        sends = [one for one in step.transfers if one.kind == "send"]
+        sending = sum(_seconds(one, links, place) for one in sends)
+        # Messages run beside the computing of other micro-batches.
+        waiting = time.waiting + max(0.0, sending - time.compute)
+        busy = time.compute + time.launch
+        found.append(StepTime(time.compute, waiting, busy * waits, time.launch))
+    return max(found, key=lambda one: one.total)
+
+
+def _is_message(event: Operation | Collective) -> bool:
+    return isinstance(event, Collective) and event.kind in ("send", "recv")
+
+
+def _seconds(transfer: Collective, links: Links, places: Places) -> float:
+    hosts = places.hosts.get(transfer.group, 1)
+    return links.seconds(transfer.sent, transfer.kind, transfer.size, hosts)

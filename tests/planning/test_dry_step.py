@@ -1,0 +1,190 @@
+"""A step on tensors without data sends and holds what a step of a training does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import allhands
+from allhands import DDP, FSDP, Mesh, Pipeline, Single, SupervisedRunner, Tensor, UserError
+from allhands.comm.traffic import TrafficCounter
+from allhands.models.transformer import GPT, NextToken
+from allhands.planning.dry_step import Workload, dry_step
+from allhands.strategies import Strategy
+from tests.worlds import in_world
+
+GIB = 2**30
+SIZES = {"vocab_size": 32, "block_size": 16, "layers": 4, "heads": 4, "width": 16}
+SAMPLES = 8
+
+STRATEGIES: dict[str, Callable[[int], Strategy]] = {
+    "ddp": lambda n: DDP(bucket_cap_mb=0.01),
+    "ddp bf16": lambda n: DDP(compress="bf16"),
+    "ddp sharded": lambda n: DDP(optimizer_state="sharded"),
+    "fsdp": lambda n: FSDP(),
+    "fsdp kept": lambda n: FSDP(reshard_after_forward=False),
+    "tensor": lambda n: Tensor(),
+    "pipeline": lambda n: Pipeline(microbatches=n),
+    "gpipe": lambda n: Pipeline(microbatches=n, schedule="gpipe"),
+    "hsdp": lambda n: Mesh(dp={"replicate": n // 2, "shard": 2}),
+    "tensor x ddp": lambda n: Mesh(tp=2, dp=n // 2),
+    "pipeline x ddp": lambda n: Mesh(pp=2, dp=n // 2, pipeline=Pipeline(microbatches=2)),
+}
+
+
+def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = GPT(**SIZES, tied=False)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+class StepTraffic(allhands.Callback):
+    """The collectives from the end of the second step to that of the third."""
+
+    def __init__(self, traffic: TrafficCounter) -> None:
+        self.traffic, self.marks = traffic, []
+
+    def on_step_end(self, training: Any) -> None:
+        self.marks.append(len(self.traffic.transfers))
+
+    def third(self) -> list[tuple[str, int, int]]:
+        return plain(self.traffic.transfers[self.marks[1] : self.marks[2]])
+
+
+def plain(transfers: list[Any]) -> list[tuple[str, int, int]]:
+    return [(one.kind, one.payload, one.size) for one in transfers]
+
+
+def trained(name: str, workers: int, accumulate: int) -> list[tuple[str, int, int]]:
+    model, optimizer = parts()
+    tokens = torch.randint(32, (4 * SAMPLES * accumulate * workers, 17))
+    data = TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    with TrafficCounter() as traffic:
+        steps = StepTraffic(traffic)
+        SupervisedRunner(device="cpu").train(
+            model=model,
+            criterion=NextToken(),
+            optimizer=optimizer,
+            datasets={"batch_size": SAMPLES, "train": data},
+            distributed=STRATEGIES[name](workers),
+            callbacks=[steps],
+            accumulate=accumulate,
+            max_steps=3,
+        )
+    return steps.third()
+
+
+def dry(name: str, workers: int, accumulate: int, rank: int) -> list[tuple[str, int, int]]:
+    model, optimizer = parts()
+    batch = torch.zeros(SAMPLES, 16, dtype=torch.int64)
+    workload = Workload(
+        model,
+        NextToken(),
+        optimizer,
+        (batch, batch),
+        SAMPLES,
+        SupervisedRunner(device="cpu"),
+        accumulate=accumulate,
+    )
+    step = dry_step(workload, STRATEGIES[name](workers), workers, rank)
+    return plain(step.transfers)
+
+
+QUICK = (
+    *((name, 2, 1) for name in STRATEGIES if " x " not in name and name not in ("hsdp", "gpipe")),
+    *((name, 4, 2) for name in ("fsdp", "hsdp", "tensor x ddp", "pipeline x ddp")),
+)
+ALL = [
+    (name, workers, accumulate)
+    for name in STRATEGIES
+    for workers in (2, 4, 8)
+    for accumulate in (1, 2)
+    if (workers > 2 or (" x " not in name and name != "hsdp")) and (name, workers) != ("tensor", 8)
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "workers", "accumulate"),
+    [pytest.param(*one, marks=[] if one in QUICK else [pytest.mark.rare]) for one in ALL],
+)
+def test_the_collectives_are_those_of_a_training(name: str, workers: int, accumulate: int) -> None:
+    sent = in_world(workers, trained, name, workers, accumulate)
+    for rank in range(workers):
+        assert dry(name, workers, accumulate, rank) == sent[rank], rank
+
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+FULL = {"vocab_size": 50304, "block_size": 1024, "layers": 12, "heads": 12, "width": 768}
+#: What cuBLAS takes on an H200, beside tensors.
+LIBRARIES = 64 * 2**20
+
+
+def gpt_step(strategy: Strategy, workers: int, samples: int, precision: str, **options: Any) -> Any:
+    with torch.device("meta"):
+        model = GPT(**FULL, **options)
+    batch = torch.zeros(samples, 1024, dtype=torch.int64)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    workload = Workload(
+        model, NextToken(), optimizer, (batch, batch), samples, SupervisedRunner(), precision
+    )
+    return dry_step(workload, strategy, workers)
+
+
+def test_memory_is_what_a_gpu_has_shown() -> None:
+    """Of an H200, or two; see benchmarks/planning.py for all cases."""
+    cases = json.loads((RESULTS / "gpu_workers_h200_2.json").read_text())["cases"]
+    shown = {
+        case["workers"]: case["contenders"]["allhands-eager"]["gib"]
+        for case in cases
+        if case["task"] == "gpt-124M"
+    }
+    for strategy, workers in ((Single(), 1), (DDP(), 2)):
+        step = gpt_step(strategy, workers, 16, "bf16")
+        assert (step.peak + LIBRARIES) / GIB == pytest.approx(shown[workers], rel=0.02)
+        assert sum(step.kinds.values()) == pytest.approx(step.peak, rel=0.01)
+
+
+def test_memory_by_kind_is_what_is_known_of_it() -> None:
+    step = gpt_step(DDP(optimizer_state="sharded"), 4, 2, "fp32")
+    bytes_of_weights = 4 * sum(p.numel() for p in GPT(**FULL).parameters())
+    assert step.kinds["weights"] == pytest.approx(bytes_of_weights, rel=0.01)
+    # Parts are whole tensors, the embedding is a third of the model, and AdamW keeps two of each.
+    assert bytes_of_weights / 2 <= step.kinds["optimizer"] < bytes_of_weights
+
+
+def test_nothing_of_the_users_is_changed_and_no_world_is_left() -> None:
+    model, optimizer = parts()
+    before = [p.clone() for p in model.parameters()]
+    batch = torch.zeros(SAMPLES, 16, dtype=torch.int64)
+    workload = Workload(
+        model, NextToken(), optimizer, (batch, batch), SAMPLES, SupervisedRunner(device="cpu")
+    )
+    for name in ("fsdp", "ddp"):
+        dry_step(workload, STRATEGIES[name](2), 2)
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+    assert not optimizer.state
+    assert not torch.distributed.is_initialized()
+    assert optimizer.param_groups[0]["params"][0] is next(iter(model.parameters()))
+
+
+def in_a_world() -> str:
+    model, optimizer = parts()
+    batch = torch.zeros(SAMPLES, 16, dtype=torch.int64)
+    workload = Workload(
+        model, NextToken(), optimizer, (batch, batch), SAMPLES, SupervisedRunner(device="cpu")
+    )
+    with pytest.raises(UserError) as raised:
+        dry_step(workload, DDP(), 2)
+    return str(raised.value)
+
+
+def test_a_worker_of_a_world_is_refused() -> None:
+    for text in in_world(2, in_a_world):
+        assert "a plan needs a process of its own" in text

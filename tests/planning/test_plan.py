@@ -1,0 +1,144 @@
+"""Plans: what fits, what is the fastest, and why the others are not taken."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+import allhands
+from allhands import UserError
+from allhands.cli.main import run
+from allhands.models.transformer import GPT, NextToken
+from allhands.planning.machines import card_named
+from allhands.planning.operation_times import OperationTimes, read_times, write_times
+
+SIZES = {"vocab_size": 512, "block_size": 128, "layers": 8, "heads": 8, "width": 256}
+
+
+def plan(gpus: int, **options: Any) -> Any:
+    with torch.device("meta"):
+        model = GPT(**SIZES, tied=False)
+    batch = torch.zeros(16, 128, dtype=torch.int64)
+    given: dict[str, Any] = {
+        "model": model,
+        "criterion": NextToken(),
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "batch": (batch, batch),
+    }
+    return allhands.plan(**(given | options), gpus=gpus)
+
+
+def test_the_fastest_that_fits_is_first_and_what_does_not_fit_says_why() -> None:
+    free = plan(4)
+    names = [row.name for row in free.rows]
+    assert set(names) == {"ddp", "ddp sharded", "fsdp", "tensor", "pipeline"}
+    speeds = [row.samples_per_second for row in free.rows]
+    assert speeds == sorted(speeds, reverse=True)
+    assert free.best is free.rows[0]
+    peaks = {row.name: row.peak for row in free.rows}
+    assert peaks["fsdp"] < peaks["ddp sharded"] < peaks["ddp"]
+
+    tight = plan(4, memory=(peaks["fsdp"] + peaks["ddp sharded"]) / 2)
+    by_name = {row.name: row for row in tight.rows}
+    assert not by_name["ddp"].fits
+    assert "of which activations" in by_name["ddp"].why_not or "CUDA" in by_name["ddp"].why_not
+    assert by_name["fsdp"].fits
+    # Where one does not fit, it is tried with layers that are computed again.
+    again = by_name["ddp recompute"]
+    assert again.peak < by_name["ddp"].peak
+    assert again.seconds.total > by_name["ddp"].seconds.total
+    assert again.lines["activation_checkpointing"] is True
+    text = str(tight)
+    assert "ddp, too large" in text
+    assert max(map(len, text.splitlines())) <= 100
+    assert yaml.safe_load(tight.run_file()) == tight.best.lines
+
+
+def test_where_nothing_fits_it_says_what_comes_closest() -> None:
+    none = plan(2, memory="10MB")
+    assert none.best is None
+    assert none.run_file() == ""
+    assert "nothing fits; " in str(none)
+    assert "comes closest with" in str(none)
+
+
+def test_several_hosts_have_products_of_strategies() -> None:
+    found = plan(16, per_host=8)
+    names = {row.name for row in found.rows}
+    assert {"mesh replicate 2 shard 8", "mesh dp 2 tp 8", "mesh pp 8 dp 2"} <= names
+    by_name = {row.name: row for row in found.rows}
+    assert by_name["mesh pp 8 dp 2"].seconds.bubble > 0
+    # Slower links between hosts hold up what crosses them.
+    slow = {row.name: row for row in plan(16, link="nvlink+eth1").rows}
+    assert slow["ddp"].seconds.total > 2 * by_name["ddp"].seconds.total
+    assert slow["ddp"].sent == by_name["ddp"].sent
+
+
+def test_a_model_that_no_strategy_takes_is_refused_with_the_reason() -> None:
+    with pytest.raises(UserError, match="gpus"):
+        plan(0)
+
+    class Rows(allhands.SupervisedRunner):
+        def rows_of(self, batch: Any) -> int | None:
+            return None
+
+    with pytest.raises(UserError, match="override rows_of"):
+        plan(2, runner=Rows())
+
+
+def test_measured_operations_are_used_and_kept(tmp_path: Path) -> None:
+    times = OperationTimes(card_named("h100"), device=torch.device("cpu"))
+    first = plan(1, times=times)
+    assert times.known
+    assert not times.by_peaks
+    assert f"times by {len(times.known)} measured operations" in str(first)
+    path = tmp_path / "cpu.json"
+    write_times(path, times)
+    again = OperationTimes(card_named("h100"), read_times(path))
+    second = plan(1, times=again)
+    assert second.rows[0].seconds == first.rows[0].seconds
+    path.write_text("{}")
+    with pytest.raises(UserError, match="has no measured operations"):
+        read_times(path)
+    with pytest.raises(UserError, match="is not there"):
+        read_times(tmp_path / "other.json")
+
+
+def test_a_convolution_net_with_dropout_and_batch_norm() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Dropout(0.1),
+        nn.Flatten(),
+        nn.Linear(8 * 36, 4),
+    )
+    found = allhands.plan(
+        model=model,
+        criterion=nn.CrossEntropyLoss(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        batch=(torch.randn(4, 3, 8, 8), torch.zeros(4, dtype=torch.int64)),
+        gpus=2,
+        precision="bf16",
+        clip_norm=1.0,
+    )
+    by_name = {row.name: row for row in found.rows}
+    assert "Tensor() has no plan for a Sequential" in by_name["tensor"].refused
+    assert by_name["ddp"].fits
+    weights = sum(p.nbytes for p in model.parameters())
+    assert by_name["ddp"].sent == pytest.approx(weights, rel=0.05)
+
+
+def test_the_command_plans_a_run_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--gpus", "2", "--card", "a100", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["gpus"] == 2
+    assert {row["strategy"] for row in found["rows"]} >= {"ddp", "fsdp"}
+    assert run(["plan", "--gpus", "2", "--card", "a1000"]) == 2
+    assert "did you mean 'a100'?" in capsys.readouterr().err
