@@ -163,6 +163,9 @@ class Items(torchmetrics.Metric):
             "calls": self.calls,
             "items": torch.tensor(sum(len(items) for items in self.found)),
             "right": torch.tensor(sum(same) / len(same)),
+            "in_order": torch.tensor(
+                [len(items) for items in self.found] == list(range(len(self.found)))
+            ),
             "by_class": torch.zeros(3),
         }
 
@@ -209,6 +212,7 @@ def all_sizes() -> None:
             "items_calls": samples,
             "items_items": samples * mean,
             "items_right": right,
+            "items_in_order": 1,
             "mean": mean,
         }
         for key, values in history["valid"].items():

@@ -117,6 +117,14 @@ def test_what_must_be_equal(changes: dict[str, Any], what: str, difference: floa
 
 def test_samples_that_cannot_be_told_apart_are_not_compared() -> None:
     assert judged(step(content=None, samples=0), step(), step()) is None
+    # Padded to the longest of their batch, they look otherwise in another one.
+    assert judged(step(content=6, form=-1.0), step(), step()) is None
+    assert judged(step(content=6, form=7.0), step(), step()) is None
+    padded = Trace([step(form=-1.0)])
+    assert judge(Trace([step(form=-1.0, content=6)]), padded, Noise(1e-6)) is None
+    assert judge(Trace([step(form=-1.0, samples=9)]), padded, Noise(1e-6)).what == (
+        "number of samples"
+    )
 
 
 def test_causes_come_before_what_follows_from_them() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from allhands.verify.recorder import row_checksums
+from allhands.verify.recorder import form_of, row_checksums
 
 
 def test_checksums_of_rows_do_not_depend_on_how_a_batch_is_cut() -> None:
@@ -32,3 +32,9 @@ def test_views_bools_and_scalars() -> None:
 def test_batches_without_rows_have_no_checksums() -> None:
     assert row_checksums((torch.zeros(3, 2), torch.zeros(5))) is None
     assert row_checksums(("text", 3)) is None
+
+
+def test_the_form_is_that_of_a_sample() -> None:
+    x = torch.zeros(3, 2)
+    assert form_of((x, torch.zeros(3))) == form_of((x[:1], torch.ones(1))) > 0
+    assert form_of((x,)) != form_of((torch.zeros(3, 4),))

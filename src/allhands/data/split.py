@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 
 from allhands.comm import all_gather_rows
 from allhands.data.prefetch import StepBatch
-from allhands.data.streams import IterableFeed
+from allhands.data.streams import IterableFeed, is_of_hugging_face
 from allhands.errors import UserError
 from allhands.world import World
 
@@ -159,10 +159,7 @@ def taken_as(dataset: Any) -> tuple[Any, bool]:
     ):
         inner = copy.copy(inner)
         inner.pipeline = [stage for stage in inner.pipeline if _name_of(stage) != _ALONE]
-    of_hugging_face = (
-        type(inner).__module__.startswith("datasets.")
-        and getattr(inner, "_distributed", None) is not None
-    )
+    of_hugging_face = is_of_hugging_face(inner) and getattr(inner, "_distributed", None) is not None
     return SplitByRank(inner) if said else inner, said or of_hugging_face or bool(stages & _SPLITS)
 
 

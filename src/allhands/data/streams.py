@@ -124,7 +124,7 @@ class _DealtStream(IterableDataset[Any]):
             self.seed, alone=get_worker_info() is not None and self.collate is None
         )
         with reading:
-            samples = itertools.islice(self.dataset, self.skip, None)
+            samples = itertools.islice(_in_own_order(self.dataset), self.skip, None)
         first, size = self.skip, self.dealer.global_batch
         while True:
             with reading:
@@ -144,6 +144,35 @@ class _DealtStream(IterableDataset[Any]):
             for position, part in cut(block, share, first)
         ]
         return batches, share.sizes, share.total, _fingerprint([block[0], block[-1]])
+
+
+def _in_own_order(dataset: Any) -> Iterator[Any]:
+    """The samples of a stream, in the order in which the training's own process would read them.
+
+    The streams of Hugging Face shuffle otherwise where they see that they are in a loader process,
+    even if it is the only one.
+    """
+    if not is_of_hugging_face(dataset) or get_worker_info() is None:
+        return iter(dataset)
+    return _unseen(dataset)
+
+
+def _unseen(dataset: Any) -> Iterator[Any]:
+    end = object()
+    torch.utils.data.get_worker_info = lambda: None
+    try:
+        samples = iter(dataset)
+        first = next(samples, end)  # they look when they begin
+    finally:
+        torch.utils.data.get_worker_info = get_worker_info
+    if first is not end:
+        yield first
+        yield from samples
+
+
+def is_of_hugging_face(dataset: Any) -> bool:
+    """Whether it is one of the library ``datasets``."""
+    return type(dataset).__module__.partition(".")[0] == "datasets"
 
 
 def _fingerprint(sample: Any) -> int:

@@ -42,6 +42,8 @@ class LossMean:
         self.where = where
         self.samples = 0
         self.batches, self.without_loss = 0, False
+        #: Which step of an evaluation the micro-batches that follow are of.
+        self.step = 0
         self._loss = (
             0.0 if self._on_cpu else torch.zeros((), dtype=torch.float64, device=self.world.device)
         )

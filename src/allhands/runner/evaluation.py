@@ -202,6 +202,7 @@ def evaluate_feed(
     try:
         with evaluation_mode(model), torch.no_grad(), precision.autocast():
             for batches, counts, _, _ in steps:
+                metrics.step = done
                 if whole is not None:
                     _measure_whole(whole, batches, counts, forward, rule, metrics)
                 for batch, count in zip(batches, counts, strict=True) if whole is None else ():

@@ -18,12 +18,21 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def lists_of_all_ranks(name: str, module: Metric, world: World) -> Iterator[None]:
+def lists_of_all_ranks(
+    name: str, module: Metric, world: World, rows: list[tuple[int, int]]
+) -> Iterator[None]:
     """Within, the lists with one tensor a sample (of mean average precision) are those of all
     ranks.
 
     torchmetrics gathers such a list member by member, so that ranks with other numbers of samples
     would wait for one another.
+
+    Args:
+        name, module: the metric.
+        world: the ranks.
+        rows: of this rank: steps, and how many samples of each the metric has seen. They put a list
+            with a member for each sample in the order of the samples, by which mean average
+            precision ranks equal scores.
     """
     before = []
     try:
@@ -31,6 +40,7 @@ def lists_of_all_ranks(name: str, module: Metric, world: World) -> Iterator[None
             lists = [state for state in metric.metric_state if _is_by_sample(metric, state)]
             if not lists:
                 continue
+            all_rows = [json.loads(text) for text in all_gather_text(json.dumps(rows), world)]
             before.append((metric, metric._reductions, {s: getattr(metric, s) for s in lists}))
             for state in lists:
                 try:
@@ -41,7 +51,7 @@ def lists_of_all_ranks(name: str, module: Metric, world: World) -> Iterator[None
                         f"no tensor, so that what {world.world_size} workers have measured cannot "
                         "be put together; measure it in one process, by evaluate(…)"
                     ) from error
-                setattr(metric, state, [item for own in by_rank for item in own])
+                setattr(metric, state, _in_order(by_rank, all_rows))
             metric._reductions = {  # what is left for the metric to put together
                 state: how for state, how in metric._reductions.items() if state not in lists
             }
@@ -51,6 +61,24 @@ def lists_of_all_ranks(name: str, module: Metric, world: World) -> Iterator[None
             metric._reductions = reductions
             for state, value in states.items():
                 setattr(metric, state, value)
+
+
+def _in_order(by_rank: list[list[Any]], rows: list[list[list[int]]]) -> list[Any]:
+    """What the ranks have, in the order of the samples; one rank's after another's where it is not
+    one for each sample."""
+    if any(
+        len(items) != sum(count for _, count in own)
+        for items, own in zip(by_rank, rows, strict=True)
+    ):
+        return [item for items in by_rank for item in items]
+    pieces = []
+    for rank, (items, own) in enumerate(zip(by_rank, rows, strict=True)):
+        begin = 0
+        for step, count in own:
+            pieces.append((step, rank, items[begin : begin + count]))
+            begin += count
+    pieces.sort(key=lambda piece: piece[:2])
+    return [item for _, _, part in pieces for item in part]
 
 
 def _is_by_sample(metric: Any, state: str) -> bool:

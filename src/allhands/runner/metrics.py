@@ -192,6 +192,8 @@ class LoaderMetrics(LossMean):
         self._outputs: list[torch.Tensor] = []
         self._targets: list[torch.Tensor] = []
         self._kept = 0
+        # Of outputs that are no tensors: the step and the samples of each.
+        self._rows: list[tuple[int, int]] = []
         for module in self._modules.values():
             module.reset()
 
@@ -208,7 +210,9 @@ class LoaderMetrics(LossMean):
 
     def _keep(self, output: Any, target: Any) -> None:
         if not isinstance(output, torch.Tensor) or not isinstance(target, torch.Tensor):
-            self._update(output, target, _rows(output, target))
+            rows = _rows(output, target)
+            self._rows.append((self.step, rows))
+            self._update(output, target, rows)
             return
         if self._outputs and (
             output.shape[1:] != self._outputs[0].shape[1:]
@@ -296,7 +300,7 @@ class LoaderMetrics(LossMean):
                 shape_empty_states(module, self.world)
         values: dict[str, float] = {}
         for name, module in self._modules.items():
-            with lists_of_all_ranks(name, module, self.world):
+            with lists_of_all_ranks(name, module, self.world, self._rows):
                 # Each module reduces its other states over the ranks itself.
                 computed = module.compute()
             for key, value in self._numbers(name, computed).items():

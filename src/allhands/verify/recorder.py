@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -38,7 +39,9 @@ class Recorder:
       those of this optimizer, from 1;
     * ``loss``, the mean over the global batch; ``samples``, how many were read since the step
       before; ``content``, a checksum of them in which their order does not count (None where a
-      batch has no rows); ``shares``, the samples by rank; ``rates``, the learning rates;
+      batch has no rows); ``form``, a checksum of the shapes of a sample's tensors, -1 where they
+      differ, as samples do that a collate function pads to the longest of a batch; ``shares``, the
+      samples by rank; ``rates``, the learning rates;
     * ``distance``: relative L2 differences from the reference run by name (``loss``, ``gradient of
       NAME``, ``parameter NAME``, ``buffer NAME``, and all gradients and all parameters together).
       Gradients are those that the optimizer gets: exchanged, unscaled and clipped; there are none
@@ -64,7 +67,8 @@ class Recorder:
         self._watched: dict[int, _Watched] = {}  # by the group's id
         self._counts = True
         # Of the losses, what they count, samples, checksums.
-        self._sums = torch.zeros(4, dtype=torch.float64)
+        # Losses, their count, samples, their checksums, and the form of their tensors.
+        self._sums = torch.zeros(5, dtype=torch.float64)
         self._rows = True
 
     # ------------------------------------------------------------------ what is listened to
@@ -103,6 +107,7 @@ class Recorder:
                 self._rows = self._rows and rows is not None
                 self._sums[2] += len(rows or ())
                 self._sums[3] += sum(rows or ())
+                self._sums[4] = _one_form(float(self._sums[4]), form_of(batch))
 
     def see_own(self, count: int) -> None:
         """Take in samples that this rank has made itself: what is computed differs by rounding, so
@@ -146,13 +151,14 @@ class Recorder:
             ]
         )
         self._sums.zero_()
-        total, count, samples, content = sums.sum(0).tolist()
+        total, count, samples, content, _ = sums.sum(0).tolist()
         step: Step = {
             "optimizer": watched.optimizer,
             "number": watched.number,
             "loss": total / count if count else 0.0,
             "samples": int(samples),
             "content": int(content) if self._rows else None,
+            "form": functools.reduce(_one_form, sums[:, 4].tolist(), 0.0),
             "shares": [int(n) for n in sums[:, 2].tolist()],
             "rates": rates,
         }
@@ -293,6 +299,17 @@ def row_checksums(batch: Any) -> list[int] | None:
         ):
             rows[number] = zlib.crc32(row.data, rows[number])
     return rows
+
+
+def form_of(batch: Any) -> float:
+    """A checksum of the shapes of a sample's tensors, above 0."""
+    shapes = [list(tensor.shape[1:]) for tensor in tensors_in(batch) if tensor.dim()]
+    return 1.0 + zlib.crc32(repr(shapes).encode())
+
+
+def _one_form(one: float, other: float) -> float:
+    """The form of two parts of a step, either of which may have no sample (0); -1: two forms."""
+    return other if not one else one if other in (0.0, one) else -1.0
 
 
 def _kept(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ changed."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import shutil
 import signal
@@ -261,7 +262,15 @@ def watch_order(feed: Feed, orders: dict[str, int], reverse: bool) -> None:
 
 def doubled(value: Any) -> Any:
     """The same with its floating-point tensors in float64."""
-    return map_tensors(value, lambda t: t.double() if t.is_floating_point() else t)
+
+    def double(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.double() if tensor.is_floating_point() else tensor
+
+    def in_object(other: Any) -> Any:
+        apply = getattr(copy.copy(other), "apply", None)  # of a batch of PyTorch Geometric
+        return apply(double) if hasattr(other, "num_graphs") and apply is not None else other
+
+    return map_tensors(value, double, in_object)
 
 
 @contextlib.contextmanager
