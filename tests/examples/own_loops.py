@@ -3,7 +3,6 @@ compared with."""
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from torch.utils.data import TensorDataset
 from allhands.data import derive_seed
 from allhands.data.catalogue import load
 from allhands.data.order import global_order
-from tests.examples.running import EXAMPLES
+from tests.examples.running import EXAMPLES, example_module
 
 # The last global batch of an epoch has 5 samples, which neither two nor three divide.
 SAMPLES, GLOBAL, EPOCHS = 53, 12, 4
@@ -29,13 +28,7 @@ STEPS = EPOCHS * -(-SAMPLES // GLOBAL)
 
 def example(name: str) -> ModuleType:
     """The example, as a module of its own."""
-    path = EXAMPLES / "own_loop" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"own_loop_{name}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return example_module(f"own_loop/{name}")
 
 
 def digits(split: str = "train") -> TensorDataset:

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def example_module(name: str) -> ModuleType:
+    """The example, such as "own_loop/sam", as a module of its own."""
+    path = EXAMPLES / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name.replace("/", "_"), path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def run_in(folder: Path, *command: str, env: dict[str, str] | None = None) -> str:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.examples.running import EXAMPLES, program, run_in
+from tests.examples.running import EXAMPLES, example_module, program, run_in
 from tests.worlds import in_world
 
 FOLDER = EXAMPLES / "moving"
@@ -31,12 +29,7 @@ def test_the_page_counts_the_lines(name: str) -> None:
 
 
 def train(name: str, epochs: int) -> None:
-    spec = importlib.util.spec_from_file_location(f"{name}_after", FOLDER / f"{name}_after.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.main(epochs)
+    example_module(f"moving/{name}_after").main(epochs)
 
 
 @pytest.mark.serial
