@@ -87,6 +87,9 @@ def test_it_travels_whole(way: str) -> None:
         (other,) = results.read(file)
     elif way == "file":
         importlib.import_module("allhands.loop.lifecycle")  # as a training does
+        results.save([history], room := io.BytesIO())
+        room.seek(0)
+        results.read(room)  # as the end of workers does
         torch.save({"history": history}, file)
         file.seek(0)
         other = torch.load(file, weights_only=True)["history"]

@@ -109,5 +109,7 @@ def read(file: Any) -> Any:
     kinds = [getattr(numpy.dtypes, name) for name in numpy.dtypes.__all__ if name != "ObjectDType"]
     builders = [numpy.zeros(0).__reduce__()[0], numpy.float64(0).__reduce__()[0]]
     data: list[Any] = [History, numpy.ndarray, numpy.dtype, *builders, *kinds]
-    with torch.serialization.safe_globals(data):
+    # Its end forgets all of them, also those that the user has registered.
+    known = torch.serialization.get_safe_globals()
+    with torch.serialization.safe_globals([one for one in data if one not in known]):
         return torch.load(file, map_location="cpu", weights_only=True)
