@@ -3,6 +3,10 @@ end with those of a training that nothing disturbed.
 
     python benchmarks/soak_membership.py --events 200 --workers 4
     python benchmarks/soak_membership.py --events 20 --workers 2 --device cuda
+    python benchmarks/soak_membership.py --events 40 --every 8
+
+With --every the training is one by `local_sgd`, with an outer momentum, and is compared with that
+of as many workers.
 
 Workers of one job are killed (SIGKILL), stopped (SIGSTOP) and told to leave (SIGTERM) at random
 moments, also while others are lost, and one is started in the place of each that did not leave. It
@@ -46,7 +50,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import allhands
 
 batch, epochs, pause, device = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
-steps = epochs * -(-403 // int(sys.argv[5]))
+steps, every = epochs * -(-403 // int(sys.argv[5])), int(sys.argv[6])
+strategy = allhands.LocalSGD(every=every, outer="nesterov") if every else None
 torch.manual_seed(0)
 x = torch.randn(403, 20)
 y = (x @ torch.randn(20, 5)).argmax(1)
@@ -58,6 +63,7 @@ scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
 data = TensorDataset(x, y)
 loop = allhands.Loop(
     model=model, optimizer=optimizer, scheduler=(scheduler, "step"), device=device,
+    strategy=strategy,
     loaders={
         "train": DataLoader(data, batch_size=batch, shuffle=True),
         "valid": DataLoader(data, batch_size=batch),
@@ -82,9 +88,20 @@ if loop.main:
 """
 
 
-def run_alone(folder: Path, script: Path, batch: int, epochs: int, device: str) -> None:
-    """Train in one process, undisturbed."""
-    words = [sys.executable, str(script), str(batch), str(epochs), "0", device, str(batch)]
+def launched(workers: int, *options: str) -> list[str]:
+    """The words that start a job of so many workers."""
+    program = "from allhands.cli.main import main; main()"
+    return [sys.executable, "-c", program, "launch", "-n", str(workers), *options]
+
+
+def run_undisturbed(
+    folder: Path, script: Path, batch: int, workers: int, epochs: int, device: str, every: int
+) -> None:
+    """Train in one process, or where an exchange follows `every` steps, in `workers`."""
+    words = launched(workers) if every else [sys.executable]
+    own = batch if every else batch * workers
+    words += [str(script), str(own), str(epochs), "0", device, str(batch * workers), str(every)]
+    (folder / "done").touch()
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run(words, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
 
@@ -144,7 +161,7 @@ def difference(one: Path, other: Path) -> float:
 
 
 def soak(
-    events: int, workers: int, device: str, seed: int, gap: float, seconds: float
+    events: int, workers: int, device: str, seed: int, gap: float, seconds: float, every: int
 ) -> dict[str, Any]:
     """One job; what has happened, with "wrong": what should not have."""
     draw, batch, pause = random.Random(seed), 8, 0.25
@@ -156,15 +173,15 @@ def soak(
         together.mkdir()
         script = Path(name, "train.py")
         script.write_text((HOST_NAME if device == "cuda" else "") + SCRIPT)
-        run_alone(alone, script, batch * workers, epochs, device)
-        words = ["launch", "-n", str(workers), "--elastic", "--max-restarts", "1000000"]
+        run_undisturbed(alone, script, batch, workers, epochs, device, every)
+        words = launched(workers, "--elastic", "--max-restarts", "1000000")
         words += [str(script), str(batch), str(epochs), str(pause), device, str(batch * workers)]
-        program = "from allhands.cli.main import main; main()"
+        words.append(str(every))
         environment = os.environ | {"ALLHANDS_SOAK": str(os.getpid()), "OMP_NUM_THREADS": "1"}
         began = time.monotonic()
         with (together / "log").open("wb") as log:
             job = subprocess.Popen(
-                [sys.executable, "-c", program, *words],
+                words,
                 cwd=together,
                 env=environment,
                 stdout=log,
@@ -180,6 +197,7 @@ def soak(
         found: dict[str, Any] = {
             "workers": workers,
             "device": device,
+            "every": every,
             "seed": seed,
             "seconds": time.monotonic() - began,
             "events": done,
@@ -226,9 +244,18 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--gap", type=float, default=2.0, help="mean seconds between two events")
     parser.add_argument("--seconds", type=float, default=3600.0, help="the longest it may take")
+    parser.add_argument("--every", type=int, default=0, help="steps between exchanges (local_sgd)")
     parser.add_argument("--save", help="name of a file of results")
     given = parser.parse_args()
-    found = soak(given.events, given.workers, given.device, given.seed, given.gap, given.seconds)
+    found = soak(
+        given.events,
+        given.workers,
+        given.device,
+        given.seed,
+        given.gap,
+        given.seconds,
+        given.every,
+    )
     print(json.dumps(found, indent=1))
     if given.save:
         save_json(given.save, {"machine": machine(), **found})
