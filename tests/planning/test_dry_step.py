@@ -99,7 +99,7 @@ def dry(name: str, workers: int, accumulate: int, rank: int) -> list[tuple[str, 
 
 QUICK = (
     *((name, 2, 1) for name in STRATEGIES if " x " not in name and name not in ("hsdp", "gpipe")),
-    *((name, 4, 2) for name in ("fsdp", "hsdp", "tensor x ddp", "pipeline x ddp")),
+    *((name, 4, 2) for name in ("hsdp", "tensor x ddp", "pipeline x ddp")),
 )
 ALL = [
     (name, workers, accumulate)
@@ -116,7 +116,7 @@ ALL = [
 )
 def test_the_collectives_are_those_of_a_training(name: str, workers: int, accumulate: int) -> None:
     sent = in_world(workers, trained, name, workers, accumulate)
-    for rank in range(workers):
+    for rank in range(workers) if workers == 2 else (0, workers - 1):
         assert dry(name, workers, accumulate, rank) == sent[rank], rank
 
 

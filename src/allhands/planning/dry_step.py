@@ -93,7 +93,7 @@ class DryStep:
 def dry_step(
     workload: Workload, strategy: Strategy, workers: int, rank: int = 0, per_host: int = 8
 ) -> DryStep:
-    """Take some steps of one rank, and tell what the last one does.
+    """Take two steps of one rank, and tell what the second one does.
 
     Raises:
         UserError: the strategy cannot train this with so many workers; this process is in a world
@@ -112,10 +112,10 @@ def dry_step(
         # Addresses tell which tensors share memory; nothing is read there.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         stack.enter_context(recorder)
-        return _last_step(workload, strategy, world, recorder, model, optimizer, batch)
+        return _second_step(workload, strategy, world, recorder, model, optimizer, batch)
 
 
-def _last_step(
+def _second_step(
     workload: Workload,
     strategy: Strategy,
     world: World,
@@ -170,11 +170,9 @@ def _last_step(
     parts = workload.accumulate
     shares = group.placement.shares
     counts = [workload.samples] * parts
-    # Ranks that hold parts of a model tell one another in the first two what they call.
-    steps = 3 if strategy.takes_meta else 2
-    for number in range(steps):
+    for number in range(2):
         recorder.phase = FORWARD
-        if number == steps - 1:
+        if number:
             recorder.storages.forget()
             recorder.records = True
         with recomputing(group):

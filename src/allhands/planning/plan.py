@@ -102,9 +102,9 @@ def plan(
 ) -> TrainingPlan:
     """Predict memory, bytes and step time of a training on GPUs that need not be there.
 
-    For each strategy one rank takes a few steps in this process, with the code of a training, on
-    tensors without data; a pipeline's first, second and last rank do. Memory is what PyTorch would
-    hold at once in the last of them, in blocks as its allocator gives them out, with cuBLAS's
+    For each strategy one rank takes two steps in this process, with the code of a training, on
+    tensors without data; a pipeline's first and last rank do. Memory is what PyTorch would
+    hold at once in the second, in blocks as its allocator gives them out, with cuBLAS's
     workspaces. Times are of operations, by the card's published peaks or as `times` has measured
     them, and of collectives, by a latency for each step of a tree and the bandwidth of a ring.
 
@@ -193,7 +193,7 @@ def _predict(
     if candidate.recompute:
         lines["activation_checkpointing"] = True
         workload = replace(workload, activation_checkpointing=True)
-    ranks = sorted({0, *([degrees.dp * degrees.tp, gpus - 1] if degrees.pp > 1 else [])})
+    ranks = [0, gpus - 1] if degrees.pp > 1 else [0]
     try:
         strategy.check_size(gpus)
         steps = [dry_step(workload, strategy, gpus, rank, per_host) for rank in ranks]

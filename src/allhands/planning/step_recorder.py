@@ -144,6 +144,8 @@ class StepRecorder(TorchDispatchMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if function.namespace == "prim":  # the device of a tensor, which is asked for often
+            return function(*args, **kwargs)
         given = _tensors((args, kwargs))
         if function.namespace in ("c10d", "_c10d_functional"):
             transfer = transfer_of(function, args)
