@@ -6,10 +6,9 @@ from __future__ import annotations
 import importlib
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    pass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 # Name here: module, and name there.
 _PRIVATE = {
@@ -149,3 +148,34 @@ def keep_libraries() -> None:
         found = one.peek()
         if found is not None and found[1] is take_apart:
             one.atexit = False
+
+
+class _Chunks:
+    """The parts that fully_shard cuts a parameter into, each made when it is asked for.
+
+    Args:
+        tensor: the parameter's data.
+        num_chunks, dim: as for torch.chunk; what is left over comes as empty parts.
+    """
+
+    def __init__(self, tensor: Any, num_chunks: int, dim: int) -> None:
+        self._tensor, self._dim = tensor, dim
+        self._rows = tensor.size(dim)
+        self._size = -(-self._rows // num_chunks)
+
+    def __getitem__(self, number: int) -> Any:
+        begin = min(number * self._size, self._rows)
+        return self._tensor.narrow(self._dim, begin, min(self._size, self._rows - begin))
+
+
+@contextmanager
+def chunks_on_demand() -> Iterator[None]:
+    """Within, fully_shard makes only the parts of a parameter that it uses, two of thousands."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    plain = _fsdp_param._chunk_with_empty
+    _fsdp_param._chunk_with_empty = _Chunks  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        _fsdp_param._chunk_with_empty = plain

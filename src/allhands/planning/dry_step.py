@@ -20,7 +20,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from allhands.comm.traffic import Collective
-from allhands.compat import FakeStore
+from allhands.compat import FakeStore, chunks_on_demand
 from allhands.errors import UserError
 from allhands.loop.optimizer_group import OptimizerGroup
 from allhands.loop.recomputing import recomputing
@@ -107,6 +107,7 @@ def dry_step(
         recorder = StepRecorder(mode)
         model, optimizer, batch = _without_data(workload, mode)
         stack.callback(storage_resizing(recorder))
+        stack.enter_context(chunks_on_demand())
         stack.enter_context(CudaCasts())
         stack.enter_context(warnings.catch_warnings())
         # Addresses tell which tensors share memory; nothing is read there.
