@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+import torch
+
 from allhands.comm import calls
 from allhands.data import (
     Feed,
@@ -28,6 +30,7 @@ from allhands.loop.logged import Logged
 from allhands.loop.loop_checkpoints import LoopCheckpoints
 from allhands.loop.loss_mean import LossMean
 from allhands.loop.optimizer_group import OptimizerGroup
+from allhands.loop.out_of_memory import samples_of, what_takes_less
 from allhands.loop.passes import DataPasses
 from allhands.loop.position import Position
 from allhands.loop.recomputing import recomputing
@@ -330,10 +333,15 @@ class BaseLoop(BoundLoop):
             group: whose optimizer takes the step; None where there is one.
         """
         name = self._first if group is None else group
-        if self.elastic is None:
-            self.take_optimizer_step(objective, name, batch)
-        else:
-            self.elastic.step(lambda one: self.take_optimizer_step(objective, name, one), batch)
+        try:
+            if self.elastic is None:
+                self.take_optimizer_step(objective, name, batch)
+            else:
+                self.elastic.step(lambda one: self.take_optimizer_step(objective, name, one), batch)
+        except torch.OutOfMemoryError as error:
+            settings = self.groups[name].settings
+            error.add_note(what_takes_less(settings, samples_of(batch), self.world))
+            raise
 
     def take_optimizer_step(self, objective: Objective, name: str, batch: Any) -> None:
         """Take a step of the optimizer of this name."""
