@@ -12,7 +12,6 @@ from torch.utils.data import TensorDataset
 from allhands import DDP, SupervisedRunner
 from tests.worlds import in_world
 
-
 ROWS = TensorDataset(torch.ones(24, 3), torch.ones(24, 1))
 
 

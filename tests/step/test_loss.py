@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from allhands import UserError
+from allhands import SupervisedRunner, UserError
 from allhands.step import LossRule
 
 
@@ -79,6 +82,44 @@ def test_shapes_that_would_broadcast_are_refused() -> None:
     with pytest.raises(UserError, match=r"\[32, 1\].*\[32\].*unsqueeze"):
         rule.check_shapes(torch.rand(32, 1), torch.rand(32))
     rule.check_shapes(torch.rand(32, 1), torch.rand(32, 1))
+
+
+def test_a_mean_over_targets_of_uneven_samples_is_refused_where_a_batch_is_divided() -> None:
+    rule = LossRule(nn.MSELoss())
+    seven = torch.rand(7, 1)
+    with pytest.raises(UserError, match="a mean over 7 targets of 3 samples.*PerTarget"):
+        rule.check_shapes(seven, seven, 3)
+    assert rule.check_shapes(seven, seven)  # as a whole
+    assert not rule.check_shapes(seven, seven, 7)  # the next ones may be uneven
+    rule.one_target_a_sample = True
+    assert rule.check_shapes(seven, seven, 7)
+    assert LossRule(nn.MSELoss(reduction="sum")).check_shapes(seven, seven, 3)
+
+
+class Nodes(SupervisedRunner):
+    """Each sample has so many nodes as its first member says."""
+
+    def handle_batch(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
+        counts, values = batch
+        nodes = values.repeat_interleave(counts.long(), dim=0)
+        return model(nodes), nodes
+
+
+@pytest.mark.parametrize("first", [1.0, 2.0])
+def test_it_is_refused_in_the_step_that_shows_it(first: float) -> None:
+    counts = torch.tensor([first, first, 3.0, 2.0])
+    data = TensorDataset(counts, torch.ones(4, 1))
+    loader = DataLoader(data, batch_size=2)
+    model = nn.Linear(1, 1)
+    options: dict[str, Any] = {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "loaders": {"train": loader},
+        "num_epochs": 1,
+    }
+    Nodes(device="cpu").train(criterion=nn.MSELoss(), **options)
+    with pytest.raises(UserError, match=r"targets of 2 samples.*allhands\.PerTarget"):
+        Nodes(device="cpu").train(criterion=nn.MSELoss(), accumulate=2, **options)
 
 
 class Focal(nn.CrossEntropyLoss):

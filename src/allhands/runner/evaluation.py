@@ -156,6 +156,7 @@ def choose_valid_loader(feeds: Mapping[str, Feed], chosen: str | None) -> str:
 def loss_rule(criterion: Any, feed: Feed, runner: SupervisedRunner, slices: Any = None) -> LossRule:
     """How the criterion counts on this loader's data; `slices` as `Strategy.slices` gives it."""
     rule = LossRule(criterion)
+    rule.one_target_a_sample = runner.plain_batches and not feed.own_collate
     if feed.targets is not None and runner.takes_last_as_target:
         rule.use_samples_if_equal(feed.targets)
     if slices is not None:

@@ -57,6 +57,7 @@ class LossRule:
         pairs: the criterion returns ``(sum, count)``; None as long as only its first calls can
             tell, until `settle`.
         of_torch: the criterion is one of PyTorch's own.
+        one_target_a_sample: no batch has other numbers of targets and samples.
         over_batch: the criterion is computed of the whole global batch at once.
         check: looks at these calls; None where nothing is to be found out.
         note: takes a line to print.
@@ -101,6 +102,7 @@ class LossRule:
             self._class_weights = options.get("weight")
             self.call = _SumCriterion(criterion)
         self.mean_call: Criterion = criterion
+        self.one_target_a_sample = False
         self.over_batch = isinstance(criterion, OverBatch)
         self.pairs: bool | None = None
         self._at_first: tuple[bool | None, Callable[[], MeanCheck]] | None = None
@@ -206,9 +208,21 @@ class LossRule:
                 values.append(weights[target.clamp(0, len(weights) - 1)].mul(counted).sum())
         return torch.stack(values) if values else None
 
-    def check_shapes(self, output: Any, target: Any) -> None:
-        """Raise `UserError` when an elementwise criterion would broadcast its two arguments against
-        each other, or one of PyTorch's own is given an output that is no tensor."""
+    def check_shapes(self, output: Any, target: Any, count: Any = None) -> bool:
+        """Look at what the criterion is given.
+
+        Args:
+            output, target: of a micro-batch.
+            count: its samples, where the batch is computed in several parts.
+
+        Returns:
+            Whether further ones need not be looked at.
+
+        Raises:
+            UserError: an elementwise criterion would broadcast its two arguments against each
+                other, or is a mean over targets of which samples have different numbers; one of
+                PyTorch's own is given an output that is no tensor.
+        """
         if self.of_torch and not isinstance(output, torch.Tensor):
             name = getattr(self.mean_call, "__name__", type(self.mean_call).__name__)
             raise UserError(
@@ -220,7 +234,7 @@ class LossRule:
             or not isinstance(output, torch.Tensor)
             or not isinstance(target, torch.Tensor)
         ):
-            return
+            return True
         if output.shape != target.shape:
             raise UserError(
                 f"the model's output has shape {list(output.shape)} and the target "
@@ -228,6 +242,18 @@ class LossRule:
                 "every target. Give both one shape, for example target.unsqueeze(1) or "
                 "output.squeeze(1)"
             )
+        rows = len(target) if target.dim() else 0
+        if self.sums or not rows or not isinstance(count, int) or not count:
+            return True
+        if rows % count:
+            name = getattr(self.mean_call, "__name__", type(self.mean_call).__name__)
+            raise UserError(
+                f"the criterion {name} is a mean over {rows} targets of {count} samples, which "
+                "have different numbers of them (nodes of graphs, say), and a batch that is "
+                "computed in parts would weigh samples; write allhands.PerTarget(…) around it, "
+                "which weighs targets"
+            )
+        return self.one_target_a_sample
 
     def check_counts(self, output: Any, target: Any, loss: torch.Tensor) -> None:
         """Raise `UserError` when a class derived from a criterion that counts its targets does not

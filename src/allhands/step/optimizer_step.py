@@ -72,11 +72,9 @@ class OptimizerStep:
         self.rule, self.precision = rule, precision
         self.exchange, self.world = exchange, world
         self.forward, self.observe, self.target_of = forward, observe, target_of
-        self.scale = exchange.gradient_scale
-        self.several = world.world_size > 1
+        self.scale, self.several = exchange.gradient_scale, world.world_size > 1
         self.after_backward, self.alone = exchange.after_backward, exchange.alone
-        self.level = placement.level
-        self.passes = exchange.passes
+        self.level, self.passes = placement.level, exchange.passes
         # So many ranks see the same samples, and count the same targets.
         self.copies = world.world_size // placement.shares
         self.several_shares = self.copies < world.world_size
@@ -87,6 +85,7 @@ class OptimizerStep:
             WholeBatch(world, placement.share, self.counts_here) if rule.over_batch else None
         )
         self._seen = False  # a loss of this rank's
+        self._count: Any = None  # of the micro-batch that is computed
         self._pair_weight: torch.Tensor | None = None
         self._items: Any = 0.0  # what this rank's losses of the step count
         #: Names the parts of a step for whoever records a timeline.
@@ -128,8 +127,8 @@ class OptimizerStep:
         else:
             weights = [self._weight(self.scale * count / total) for count in counts]
             factors = counted = counts
+        self._divided = self.several_shares or len(batches) > 1
         if self.open:
-            self._divided = self.several_shares or len(batches) > 1
             self._pair_weight, self._items = self._weight(self.scale / max(total, 1)), 0.0
         failed = self._failed = None
         try:
@@ -271,6 +270,7 @@ class OptimizerStep:
             raise
 
     def _micro_batch(self, batch: Any, weight: torch.Tensor, factor: float, count: Any) -> None:
+        self._count = count
         try:
             with self.label("forward"), self.precision.autocast():
                 output, target = self.forward(batch)
@@ -378,7 +378,7 @@ class OptimizerStep:
 
     def _first_loss(self, output: Any, target: Any) -> torch.Tensor:
         """The first losses, looked at; later ones have the same form and are not."""
-        self.rule.check_shapes(output, target)
+        alike = self.rule.check_shapes(output, target, self._count if self._divided else None)
         loss: Any = self.rule.call(output, target)
         if self.rule.pairs is None:
             self.pairs, self._seen = isinstance(loss, tuple), True
@@ -390,7 +390,7 @@ class OptimizerStep:
         check = self.rule.check
         if check is not None and not self.pairs:
             check.look(output, target)
-        if check is None or self.pairs or check.found is not None:
+        if alike and (check is None or self.pairs or check.found is not None):
             self._loss = self.rule.call
         self._loss_dtype = value.dtype
         self._weights.clear()
