@@ -21,6 +21,8 @@ from typing import Any
 
 import pytest
 
+import allhands
+from allhands.launch import spawn
 from tests.timeouts import patience
 from tests.world import world_script
 
@@ -194,6 +196,28 @@ def test_two_slurm_jobs_on_one_host_each_meet_their_own() -> None:
     told = run_all(jobs)
     check_world(told[0::2], "slurm")
     check_world(told[1::2], "slurm")
+
+
+def connects_late(folder: str) -> bool:
+    """Rank 1 is still busy with its group when rank 0 has made its own."""
+    import torch.distributed as dist
+
+    late = Path(folder, "late")
+    if os.environ["RANK"] == "1":
+        barrier = dist.barrier
+
+        def slow(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(0.3)
+            late.touch()
+            return barrier(*args, **kwargs)
+
+        dist.barrier = slow
+    allhands.init(device="cpu")
+    return late.exists()
+
+
+def test_no_rank_leaves_init_while_another_still_connects(tmp_path: Path) -> None:
+    assert spawn(connects_late, (str(tmp_path),), workers=2) == [True, True]
 
 
 def test_a_missing_rank_is_named_on_every_rank() -> None:

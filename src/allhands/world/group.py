@@ -321,20 +321,19 @@ def make_group(
 ) -> None:
     import torch.distributed as dist
 
-    # MPI knows the ranks itself.
-    extra: dict[str, Any] = (
-        {}
-        if backend == "mpi"
-        else {"store": store, "rank": layout.rank, "world_size": layout.world_size}
-    )
+    extra: dict[str, Any] = {}
+    if backend != "mpi":  # which knows the ranks itself
+        extra = {"store": store, "rank": layout.rank, "world_size": layout.world_size}
     if backend == "nccl":
         extra["device_id"] = device
     try:
         with noted() if backend == "gloo" else nullcontext():
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **extra)
-    except AllhandsError:
-        raise
+        if backend == "gloo":  # none leaves while another one still connects
+            dist.barrier()
     except RuntimeError as error:
+        if isinstance(error, AllhandsError):
+            raise
         raise WorldError(
             f"rank {layout.rank} met the other {layout.world_size - 1} processes, but {backend} "
             f"could not connect them: {error} "
