@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,12 +69,28 @@ def test_a_difference_gives_code_1(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(STRATEGIES, "half", Half)
+    monkeypatch.setenv("ALLHANDS_CURVES", "1")
     args = [*RUN, "--workers", "2", "--strategies", "half", "--steps", "2", "logdir=null"]
-    assert run(["verify", *args]) == 1
+    assert run(["verify", *args, "--page", "v.html"]) == 1
+    assert "distributed, it is DIFFERS" in Path("v.html").read_text()
     said = capsys.readouterr().out
     assert "DIFFERS" in said
     assert said.splitlines()[2].split()[:3] == ["half", "2", "1"]
     assert said.splitlines()[-1] == "no plot: the run file has no logdir; --plot FILE draws one"
+
+
+def test_a_script_leaves_a_page_where_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ALLHANDS_CURVES", "1")
+    Path("train.py").write_text("")
+    report = SimpleNamespace(ok=True, section=lambda: "<p>a table</p>")
+    monkeypatch.setattr("allhands.verify.script_runs.verify_script", lambda *_, **__: report)
+    assert run(["verify", "train.py", "--page", "v.html"]) == 0
+    page = Path("v.html").read_text()
+    assert "Verified: train.py" in page
+    assert "<p>a table</p>" in page
 
 
 @pytest.mark.parametrize(
@@ -86,6 +103,7 @@ def test_a_difference_gives_code_1(
         (["--strategies", "single"], "workers=2 with distributed='single'"),
         (["--steps", "0"], "steps=0; it must be a whole number of optimizer steps"),
         (["--plot", "absent/v.png"], "--plot absent/v.png: there is no folder"),
+        (["--page", "absent/v.html"], "--page absent/v.html: there is no folder"),
         (["num_epoch=3"], "did you mean 'num_epochs'?"),
     ],
 )

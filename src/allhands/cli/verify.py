@@ -57,6 +57,14 @@ def verify(
             show_default=False,
         ),
     ] = None,
+    page: Annotated[
+        Path | None,
+        typer.Option(
+            "--page",
+            help="The HTML page to write. Default: report.html in the run file's logdir.",
+            show_default=False,
+        ),
+    ] = None,
     timeout: Annotated[
         float, typer.Option("--timeout", help="Seconds that a step of a script may take.")
     ] = 300.0,
@@ -75,28 +83,39 @@ def verify(
         )
     counts = None if workers is None else [_count(word) for word in _words(workers, "--workers")]
     names = None if strategies is None else _words(strategies, "--strategies")
-    if plot is not None and not plot.absolute().parent.is_dir():
-        raise UserError(f"--plot {plot}: there is no folder {plot.absolute().parent}")
+    for option, file in (("--plot", plot), ("--page", page)):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise UserError(f"{option} {file}: there is no folder {file.absolute().parent}")
     try:
         if script is not None:
-            return _verify_script(script, given[1:], names, counts or [1, 2], steps, timeout, plot)
+            report = _verify_script(
+                script, given[1:], names, counts or [1, 2], steps, timeout, plot
+            )
+            if page is not None:
+                _write_page(report, page, Path(script).name)
+            return 0 if report.ok else 1
         run_file = read_checked(config, given)
         from allhands.cli import run_training
         from allhands.report import require_matplotlib
 
         if plot is not None:
             require_matplotlib()
-        report = run_training.verify(run_file, names, counts, steps)
+        found = run_training.verify(run_file, names, counts, steps)
     except WorkerError as error:
         # 1 says that the training differs.
         raise WorkerError(
             str(error), error.rank, error.exit_code if error.exit_code > 1 else 2
         ) from error
-    drawn = _draw(report, plot, run_file.config.logdir)
-    if run_file.config.logdir is not None:
-        _write_page(report, Path(run_file.config.logdir).expanduser())
+    drawn = _draw(found, plot, run_file.config.logdir)
+    if page is not None:
+        _write_page(found, page, page.stem)
+    elif run_file.config.logdir is not None:
+        from allhands.report.page import NAME
+
+        folder = Path(run_file.config.logdir).expanduser()
+        _write_page(found, folder / NAME, folder.name)
     print(drawn)
-    return 0 if report.ok else 1
+    return 0 if found.ok else 1
 
 
 def _verify_script(
@@ -107,7 +126,7 @@ def _verify_script(
     steps: int,
     timeout: float,
     plot: Path | None,
-) -> int:
+) -> Report:
     if parse([script]).kind != "script":
         raise UserError(
             f"{script!r} is no Python script; write allhands verify script.py, or KEY=VALUE for "
@@ -126,24 +145,23 @@ def _verify_script(
     )
     if plot is not None:
         print(f"plot: {plot}")
-    return 0 if report.ok else 1
+    return report
 
 
-def _write_page(report: Report | RoundsReport, logdir: Path) -> None:
-    """Put the outcome into the page of the logdir."""
+def _write_page(report: Report | RoundsReport, path: Path, name: str) -> None:
+    """Put the outcome into a page, which is made where there is none."""
     from allhands.loop.loggers import wanted
     from allhands.report.environment import environment
-    from allhands.report.page import NAME, pairs, put_section, section, write_page
+    from allhands.report.page import pairs, put_section, section, write_page
 
     if not wanted():
         return
-    path = logdir / NAME
     part = section("Is distributing the same training?", report.section(), "verify")
     if not put_section(path, part, "verify"):
-        logdir.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         verdict = "the same" if report.ok else "DIFFERS"
         more = section("Environment", pairs(environment()))
-        write_page(path, f"Verified: {logdir.name}", f"distributed, it is {verdict}", [part, more])
+        write_page(path, f"Verified: {name}", f"distributed, it is {verdict}", [part, more])
     print(f"page: {path}")
 
 
