@@ -89,7 +89,7 @@ def together(lost: int | None, with_copy: bool = True) -> Any:
     for step in range(STEPS):
         parts = [(batch(step, number),) for number in sorted(replicas.held)]
         replicas.take(take, parts, 0, lambda number, step=step: take(batch(step, number)))
-        exchange.end_step()
+        replicas.end_step()
         replicas.commit()
         if step == 4 and lost is not None:
             replicas.stash()

@@ -49,7 +49,7 @@ class ReplicaSteps:
         place = loop.place_read if own else None
         again = _StepAgain(self, take, group, place, loop.step_setting(objective))
         replicas.take(take, parts, batch[2], again)
-        group.exchange.end_step()  # type: ignore[attr-defined]
+        replicas.end_step()
         assert take.before_update is not None
         take.before_update()
         replicas.commit()

@@ -41,6 +41,8 @@ class LocalSGDExchange(Exchange):
         replicas: LocalReplicas | None = None,
     ) -> None:
         self.replicas = own.replicas = replicas
+        if replicas is not None:
+            replicas.end_step = self._end_step
         self._settings, self.own, self._world = settings, own, own.world
         self._codec = codec_from(settings.compress)
         self._loaded: dict[str, Any] = {}
@@ -124,10 +126,10 @@ class LocalSGDExchange(Exchange):
         for part in weights.parts:
             part.seen += own
         if self.replicas is None:
-            self.end_step()
+            self._end_step()
         return True
 
-    def end_step(self) -> None:
+    def _end_step(self) -> None:
         """This rank's own steps are taken: exchange what is due after this one."""
         weights, replicas = self.own, self.replicas
         assert weights.step is not None

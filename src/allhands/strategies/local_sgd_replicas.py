@@ -69,11 +69,13 @@ class LocalReplicas:
 
     Attributes:
         held: those of this rank, by number.
+        end_step: to be called once all of this rank's have taken their step: exchanges what is due.
         is_dirty: a step was begun, or buffers were changed, in what all ranks do together.
     """
 
     def __init__(self, own: OwnWeights, count: int) -> None:
         self.own, self.count = own, count
+        self.end_step: Callable[[], None] = lambda: None
         self.held: dict[int, Replica] = {}
         self.begun = self.is_dirty = False
         #: The one whose weights are in the model, where they are not put aside.
@@ -88,8 +90,7 @@ class LocalReplicas:
 
     @property
     def _part(self) -> Fragment:
-        (part,) = self.own.parts
-        return part
+        return self.own.parts[0]
 
     def mine(self) -> range:
         """The numbers of the replicas that this rank is to train."""
@@ -431,8 +432,7 @@ class LocalReplicas:
 
 
 def _nbytes(form: tuple[list[int], str]) -> int:
-    shape, dtype = form
-    return torch.empty(shape, dtype=getattr(torch, dtype), device="meta").nbytes
+    return torch.empty(form[0], dtype=getattr(torch, form[1]), device="meta").nbytes
 
 
 def _packed(tensors: Any, device: torch.device) -> torch.Tensor:
