@@ -20,7 +20,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from allhands.comm.traffic import Collective
-from allhands.compat import FakeStore, chunks_on_demand
+from allhands.compat import FakeStore, chunks_on_demand, pytree
+from allhands.data import map_tensors
 from allhands.errors import UserError
 from allhands.loop.optimizer_group import OptimizerGroup
 from allhands.loop.recomputing import recomputing
@@ -263,14 +264,10 @@ def _without_data(
 
 
 def _mapped(batch: Any, like: Any) -> Any:
-    from allhands.data import map_tensors
-
     return map_tensors(batch, lambda one: like(one) if one.is_floating_point() else one)
 
 
 def _floating(batch: Any) -> list[torch.Tensor]:
-    from allhands.compat import pytree
-
     return [
         leaf
         for leaf in pytree.tree_leaves(batch)
