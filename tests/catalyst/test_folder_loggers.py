@@ -50,7 +50,8 @@ def test_files_of_a_training(given: Any, tmp_path: Path, preloaded: None) -> Non
     for name in ("loss", "accuracy01"):
         assert [float(row[name]) for row in rows] == history["valid"][name]
     events = EventAccumulator(str(tmp_path / "tb" / "tensorboard_logger")).Reload()
-    shown = events.Scalars("train/accuracy")
+    # It reads files by their names, which are not in the order of time within a second.
+    shown = sorted(events.Scalars("train/accuracy"), key=lambda event: event.step)
     assert [event.step for event in shown] == [1, 2, 3]
     assert [event.value for event in shown] == pytest.approx(history["train"]["accuracy"])
 

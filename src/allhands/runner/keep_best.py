@@ -31,8 +31,11 @@ class KeepBest(Callback):
     def __init__(self, count: int) -> None:
         check_whole("KeepBest(count=…)", count)
         self.count = count
+        # Those of the last row, of which the newest may still be on its way to the disk.
+        self._names: list[str] = []
 
     def on_train_start(self, training: Training) -> None:
+        self._names = []
         if training.settings.logdir is None:
             raise UserError("KeepBest has no checkpoints to keep; pass logdir=… to train()")
 
@@ -41,7 +44,8 @@ class KeepBest(Callback):
         if folder is None or training.world.rank != 0:
             return
         links = [folder / f"best-{place}" for place in range(2, self.count + 1)]
-        names = self._best(training, _targets([folder / "best", *links]))
+        kept = _targets([folder / "best", *links]) | set(self._names)
+        names = self._names = self._best(training, kept)
         folder.mkdir(parents=True, exist_ok=True)
         for link, name in zip(links, names[1:], strict=False):
             folders.point(link, name)

@@ -23,6 +23,7 @@ import json
 import os
 import re
 import shutil
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,6 +38,8 @@ from allhands.strategies.held import Held, Read
 
 _NAME = re.compile(r"epoch-(\d{4,})(?:-step-(\d{9,}))?")
 _OWN = "rank-{}/"
+# Held while links are changed or read, by threads of rank 0.
+_links_change = threading.Lock()
 
 
 def name_of(epoch: int, step: int | None) -> str:
@@ -314,16 +317,18 @@ def _replace_folder(source: Path, target: Path) -> None:
 def point(link: Path, name: str) -> None:
     """Let a link of a ``checkpoints`` folder point at a checkpoint in it, which is kept then."""
     aside = link.with_name(f".{link.name}.{os.getpid()}.link")
-    with contextlib.suppress(FileNotFoundError):
-        aside.unlink()
-    aside.symlink_to(name)
-    aside.replace(link)
+    with _links_change:
+        with contextlib.suppress(FileNotFoundError):
+            aside.unlink()
+        aside.symlink_to(name)
+        aside.replace(link)
 
 
 def _prune(folder: Path) -> None:
     found = found_in(folder)
     kept = {path.name for path in found[-2:]}
-    kept |= {os.readlink(link) for link in folder.iterdir() if link.is_symlink()}
+    with _links_change:  # by callbacks, while a checkpoint is written
+        kept |= {os.readlink(link) for link in folder.iterdir() if link.is_symlink()}
     for path in found:
         if path.name not in kept:
             shutil.rmtree(path, ignore_errors=True)
