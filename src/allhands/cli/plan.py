@@ -116,6 +116,12 @@ def _definition(run_file: RunFile) -> dict[str, Any]:
             "a plan is for steps of a model and a criterion, and this run file has a loop of its "
             "own; call allhands.plan(model=…, criterion=…, optimizer=…, batch=…) with what it does"
         )
+    if given.strategy is not None and given.strategy.name == "federated":
+        raise run_file.error(
+            ("strategy", "name"),
+            "a plan is for optimizer steps over one data set, and not for rounds of clients; write "
+            "strategy=ddp to plan the model's training in one place",
+        )
     entry = entry_of(run_file)
     try:
         with torch.device("meta"):
