@@ -9,9 +9,10 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from allhands.comm.traffic import Collective
-from allhands.compat import FakeStore, chunks_on_demand, pytree
-from allhands.data import map_tensors
+from allhands.compat import FakeStore, chunks_on_demand
+from allhands.data import map_tensors, tensors_in
 from allhands.errors import UserError
 from allhands.loop.optimizer_group import OptimizerGroup
 from allhands.loop.recomputing import recomputing
@@ -30,6 +31,7 @@ from allhands.loop.task import Objective, Task
 from allhands.planning.cuda_casts import CudaCasts
 from allhands.planning.operation import Operation
 from allhands.planning.step_recorder import (
+    BACKWARD,
     ELSEWHERE,
     FORWARD,
     UPDATE,
@@ -43,6 +45,9 @@ from allhands.strategies import Strategy
 from allhands.world import World
 
 _CPU = torch.device("cpu")
+_MAKE = "make"
+# What is held by the phase in which it came, where it is nothing that has a name.
+_KINDS = {FORWARD: "activations", BACKWARD: "temporary", UPDATE: "temporary", _MAKE: "buffers"}
 
 
 @dataclass(frozen=True)
@@ -79,12 +84,15 @@ class DryStep:
         kinds: of these, bytes by kind: "weights", "gradients", "optimizer", "activations",
             "buffers" (of the exchange), "input" and "temporary".
         events: phase, and operation or collective, in their order.
+        groups: the ranks of the groups that they use.
+        captured: its steps can be captured in CUDA graphs.
     """
 
     peak: int
     kinds: dict[str, int]
     events: list[tuple[str, Operation | Collective]]
-    groups: GroupRanks = field(default_factory=dict)
+    groups: GroupRanks
+    captured: bool
 
     @property
     def transfers(self) -> list[Collective]:
@@ -146,16 +154,15 @@ def _second_step(
         if strategy.takes_meta:  # the strategy makes what the rank holds of it
             recorder.storages.add_elsewhere(tensor)
         else:
-            recorder.storages.add(tensor, "make")
+            recorder.storages.add(tensor, _MAKE)
     for tensor in _floating(batch):
-        recorder.storages.add(tensor, "make")
+        recorder.storages.add(tensor, _MAKE)
     group = OptimizerGroup(settings, world, task, _no_trial, lambda _: None)
     optimizer = group.optimizer
     rule = LossRule(workload.criterion)
     rule.leave_unchecked()
-    if (slices := group.placement.slices) is not None:
-        rule.call = slices.loss_function(rule.call)
-        rule.mean_call = slices.loss_function(rule.mean_call)
+    if group.placement.slices is not None:
+        rule.cut_over(group.placement.slices)
     forward = Forward(runner, group.called, world.device, workload.criterion)
     objective = Objective(forward, rule, runner.target_of, lambda: lambda *_: None)
     group.begin(0)
@@ -187,15 +194,18 @@ def _second_step(
         "gradients": gradients,
         "input": recorder.storages.numbers(_floating(batch)),
     }
-    names = {"forward": "activations", "make": "buffers", "backward": "temporary"}
-    names["update"] = "temporary"
-    found: dict[str, int] = {}
+    found: Counter[str] = Counter()
     for kind, size in recorder.storages.by_kind(kinds).items():
-        if kind == ELSEWHERE:
-            continue
-        name = names.get(kind, kind)
-        found[name] = found.get(name, 0) + size
-    return DryStep(recorder.storages.peak, found, recorder.events, recorder.groups)
+        if kind != ELSEWHERE:
+            found[_KINDS.get(kind, kind)] += size
+    captured = strategy.capture_refused(model, world) is None
+    return DryStep(
+        recorder.storages.peak,
+        dict(found),
+        recorder.events,
+        recorder.groups,
+        captured and not workload.activation_checkpointing,
+    )
 
 
 @contextmanager
@@ -268,11 +278,7 @@ def _mapped(batch: Any, like: Any) -> Any:
 
 
 def _floating(batch: Any) -> list[torch.Tensor]:
-    return [
-        leaf
-        for leaf in pytree.tree_leaves(batch)
-        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-    ]
+    return [tensor for tensor in tensors_in(batch) if tensor.is_floating_point()]
 
 
 def _no_trial(*_: Any) -> Any:

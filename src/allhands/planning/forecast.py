@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from allhands.planning.timing import StepTime
@@ -75,13 +75,5 @@ class Prediction:
             "received": self.received,
             "samples_per_second": self.samples_per_second,
             "efficiency": self.efficiency,
-            "seconds": None
-            if time is None
-            else {
-                "total": time.total,
-                "compute": time.compute,
-                "waiting": time.waiting,
-                "bubble": time.bubble,
-                "launch": time.launch,
-            },
+            "seconds": None if time is None else {"total": time.total, **asdict(time)},
         }

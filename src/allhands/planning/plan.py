@@ -201,9 +201,7 @@ def _predict(
         return Prediction(candidate.name, lines, {}, None, 0.0, 0.0, samples, limit, str(error))
     fullest = max(steps, key=lambda step: step.peak)
     own = _beside(times.card, degrees, gpus)
-    captured = degrees.product == degrees.replicate and not candidate.recompute
-    captured = captured and not strategy.parted
-    launch = CAPTURED_S if captured else EAGER_S
+    launch = CAPTURED_S if steps[0].captured else EAGER_S
     places = [_places(step.groups, per_host, degrees) for step in steps]
     if degrees.pp > 1:
         pipeline: Any = getattr(strategy, "pipeline", strategy)

@@ -160,10 +160,7 @@ def loss_rule(criterion: Any, feed: Feed, runner: SupervisedRunner, slices: Any 
     if feed.targets is not None and runner.takes_last_as_target:
         rule.use_samples_if_equal(feed.targets)
     if slices is not None:
-        rule.call, rule.mean_call = (
-            slices.loss_function(rule.call),
-            slices.loss_function(rule.mean_call),
-        )
+        rule.cut_over(slices)
     return rule
 
 

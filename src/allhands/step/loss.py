@@ -120,6 +120,11 @@ class LossRule:
         self._at_first = self.pairs, new_check
         self.check = new_check()
 
+    def cut_over(self, slices: Any) -> None:
+        """Call the criterion on outputs that may be cut, as `Strategy.slices` gives it."""
+        self.call = slices.loss_function(self.call)
+        self.mean_call = slices.loss_function(self.mean_call)
+
     def leave_unchecked(self) -> None:
         """Find out nothing from calls of the criterion."""
         self.check = self._at_first = None
