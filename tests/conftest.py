@@ -259,6 +259,26 @@ def _other_tests_stay_here(request: pytest.FixtureRequest, monkeypatch: pytest.M
     monkeypatch.setattr(user_modules, "_own_modules", own)
 
 
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+@pytest.fixture(autouse=True)
+def _no_handler_left() -> Iterator[None]:
+    """Fail the test that leaves another handler of a signal, rather than whichever test comes next
+    in that process."""
+    before = {number: signal.getsignal(number) for number in HANDLED}
+    yield
+    left = {
+        number: handler
+        for number, handler in before.items()
+        if signal.getsignal(number) is not handler
+    }
+    for number, handler in left.items():
+        signal.signal(number, handler)
+    if left:
+        pytest.fail(f"this test left other handlers of {', '.join(n.name for n in left)}")
+
+
 @pytest.fixture(autouse=True)
 def _no_world_left() -> Iterator[None]:
     """Fail the test that leaves its process in a world, rather than whichever test comes next in

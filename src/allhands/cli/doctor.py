@@ -4,7 +4,6 @@ cannot."""
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from typing import Annotated
 
@@ -15,6 +14,7 @@ from allhands.doctor import Request, examine
 from allhands.doctor.render import as_json, show
 from allhands.errors import UserError
 from allhands.launch.hosts import read_hosts
+from allhands.launch.signals import leaves_on_sigterm
 
 
 def doctor(
@@ -82,10 +82,12 @@ def doctor(
         all_reduce=all_reduce,
         per_gpu=gpus,
     )
-    # Without this the probes would still end, by the end of their input, but what was made here
-    # would stay.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    report = examine(request, lambda text: print(f"allhands: {text}", file=sys.stderr, flush=True))
+    # Without it the probes would still end, by the end of their input, but what was made here would
+    # stay.
+    with leaves_on_sigterm():
+        report = examine(
+            request, lambda text: print(f"allhands: {text}", file=sys.stderr, flush=True)
+        )
     if json:
         print(as_json(report))
     else:

@@ -8,9 +8,11 @@ take it is kept, and ends the job: they have nothing to save yet.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -77,3 +79,25 @@ def restore(before: dict[int, Any]) -> None:
     """Put the handlers back that stood before."""
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def leaves_on_sigterm() -> Iterator[None]:
+    """SIGTERM raises SystemExit inside, where it would have ended this process at once and left its
+    files behind."""
+
+    def leave(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    # Python handles signals in the main thread only, and a handler of the user's own stays.
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    ):
+        yield
+        return
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

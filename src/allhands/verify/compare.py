@@ -14,6 +14,7 @@ from torch import nn
 from allhands.checks import check_whole, is_whole
 from allhands.errors import AllhandsError, UserError, kind_of
 from allhands.launch import idle_agents
+from allhands.launch.signals import leaves_on_sigterm
 from allhands.loop.settings import Data
 from allhands.loop.workers import plan, world_around
 from allhands.report import require_matplotlib
@@ -26,7 +27,7 @@ from allhands.verify.noise import FACTOR, Difference, Noise, judge, nearest
 from allhands.verify.recorder import ALL_GRADIENTS, ALL_PARAMETERS
 from allhands.verify.report import DIFFERS, LOSSY, SAME, Report, Row
 from allhands.verify.runner_runs import RunnerRuns, settings_to_check
-from allhands.verify.runs import CannotVary, Runs, bytes_of, leaves_on_sigterm
+from allhands.verify.runs import CannotVary, Runs, bytes_of
 from allhands.verify.traces import Trace, Variation
 
 # The reference run keeps the gradients and the parameters of every step; not more than this.

@@ -3,15 +3,12 @@ changed."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 import shutil
-import signal
-import threading
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -271,28 +268,6 @@ def doubled(value: Any) -> Any:
         return apply(double) if hasattr(other, "num_graphs") and apply is not None else other
 
     return map_tensors(value, double, in_object)
-
-
-@contextlib.contextmanager
-def leaves_on_sigterm() -> Iterator[None]:
-    """SIGTERM raises SystemExit inside, where it would have ended this process at once and left its
-    files behind."""
-
-    def leave(number: int, frame: Any) -> None:
-        raise SystemExit(128 + number)
-
-    # Python handles signals in the main thread only, and a handler of the user's own stays.
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-    ):
-        yield
-        return
-    signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def bytes_of(model: nn.Module) -> int:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from allhands.checks import check_whole, is_number
 from allhands.errors import AllhandsError, UserError
 from allhands.launch import idle_agents, spawn
+from allhands.launch.signals import leaves_on_sigterm
 from allhands.loop.workers import plan
 from allhands.report import require_matplotlib
 from allhands.strategies import Single, Strategy
@@ -26,7 +27,7 @@ from allhands.verify.compare import (
 from allhands.verify.noise import judge
 from allhands.verify.probes import NoProbe, listed
 from allhands.verify.report import Report
-from allhands.verify.runs import CannotVary, Runs, Subject, Trace, Variation, leaves_on_sigterm
+from allhands.verify.runs import CannotVary, Runs, Subject, Trace, Variation
 from allhands.world.cores import cores
 
 if TYPE_CHECKING:
