@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import allhands
-from tests.loop.test_loop import assert_same, batches_by_hand, loaders, net, weights
+from tests.loop.own_loops import assert_same, batches_by_hand, loaders, net, weights
 from tests.worlds import in_world
 
 

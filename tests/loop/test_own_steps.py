@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import allhands
-from tests.loop.test_loop import GLOBAL, SAMPLES, loaders, net
+from tests.loop.own_loops import GLOBAL, SAMPLES, loaders, net
 from tests.worlds import in_world
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import allhands
 from allhands import DDP
-from tests.loop.test_loop import (
+from tests.loop.own_loops import (
     assert_same,
     batches_by_hand,
     classifier_by_hand,
