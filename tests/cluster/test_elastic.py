@@ -48,7 +48,7 @@ def test_a_spare_worker_on_another_host_takes_part_and_then_that_host_is_lost(ho
     with Launch(hosts, folder, "-n", "3", "-H", "hosts", *words) as job:
         job.until("membership 2: 1 worker joined; 3 workers go on", 90)
         kill_agent(hosts, "d2")
-        job.until("; 1 worker repeat what was interrupted", 60)
+        job.until("; 1 worker repeats what was interrupted", 60)
         found = ended(job, folder, 12)
         said = job.said
     assert found[3] == 1

@@ -55,6 +55,7 @@ def test_a_job_that_goes_on_from_a_checkpoint_begins_anew_in_the_file(tmp_path: 
         log = log_of(training)
         training.world.world_size = 1
         log.add(Membership(1, (0,), ("rank 1 on a: killed",)), 0.1, True)
+        assert "; 1 worker repeats what was interrupted after" in training.lines[0]
         time.sleep(0.01)  # times are written in milliseconds
     numbers = [row["membership"] for row in read_rows(tmp_path / "membership.csv")]
     assert numbers == ["0", "1", "0", "1"]

@@ -43,7 +43,8 @@ class MembershipLog:
         what = [f"lost {lost}"] if lost else []
         what += [f"{joined} worker{'s' if joined > 1 else ''} joined"] if joined else []
         workers = f"{size} worker{'s' if size > 1 else ''}"
-        goes = "repeat what was interrupted" if repeats else "go on"
+        each = "s" if size == 1 else ""
+        goes = f"repeat{each} what was interrupted" if repeats else f"go{'es' if each else ''} on"
         loop.reporter.line(
             f"membership {membership.epoch}: {', '.join(what)}; {workers} {goes} after "
             f"{loop.counted} {loop.global_step} ({seconds:.2f} s){forgone}"
