@@ -28,6 +28,8 @@ _PRIVATE = {
     "group_named": ("torch.distributed.distributed_c10d", "_resolve_process_group"),
     # Leaves the mode of tensors without data for a while.
     "real_tensors": ("torch._subclasses.fake_tensor", "unset_fake_temporarily"),
+    # Within, tensors without data are those on the meta device that they stand on.
+    "in_fake_kernel": ("torch._subclasses.fake_tensor", "in_kernel_invocation_manager"),
     # What fully_shard walks through a module's outputs with.
     "apply_to_tensors": ("torch.distributed.utils", "_apply_to_tensors"),
     # Where a tensor lies in the files of a checkpoint, which a reader of one's own must say.

@@ -48,6 +48,8 @@ def everything() -> dict[str, object]:
         "ints": broadcast_ints([3, 1, 2**40] if rank == 0 else None, world),
         "no ints": broadcast_ints([] if rank == 0 else None, world),
         "rows": [part.tolist() for part in all_gather_rows(torch.full((rank, 2), rank), world)],
+        "flags": [part.tolist() for part in all_gather_rows(torch.ones(rank) > 0, world)],
+        "none": [list(part.shape) for part in all_gather_rows(torch.ones(0, 3), world)],
         "text": all_gather_text("" if rank == 0 else f"rang {rank} ä", world),
     }
 
@@ -62,6 +64,8 @@ def test_three_ranks_say_the_same_things() -> None:
             "ints": [3, 1, 2**40],
             "no ints": [],
             "rows": [[], [[1, 1]], [[2, 2], [2, 2]]],
+            "flags": [[], [True], [True, True]],
+            "none": [[0, 3]] * 3,
             "text": ["", "rang 1 ä", "rang 2 ä"],
         }
 

@@ -17,6 +17,7 @@ from allhands import DDP, FSDP, Mesh, Pipeline, Single, SupervisedRunner, Tensor
 from allhands.comm.traffic import TrafficCounter
 from allhands.models.transformer import GPT, NextToken
 from allhands.planning.dry_step import Workload, dry_step
+from allhands.planning.step_recorder import UPDATE
 from allhands.strategies import Strategy
 from tests.worlds import in_world
 
@@ -159,6 +160,26 @@ def test_memory_by_kind_is_what_is_known_of_it() -> None:
     assert step.kinds["weights"] == pytest.approx(bytes_of_weights, rel=0.01)
     # Parts are whole tensors, the embedding is a third of the model, and AdamW keeps two of each.
     assert bytes_of_weights / 2 <= step.kinds["optimizer"] < bytes_of_weights
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}])
+def test_the_update_moves_what_the_optimizer_reads_and_writes(options: dict[str, bool]) -> None:
+    with torch.device("meta"):
+        model = GPT(**SIZES)
+    batch = torch.zeros(SAMPLES, 16, dtype=torch.int64)
+    workload = Workload(
+        model,
+        NextToken(),
+        torch.optim.AdamW(model.parameters(), **options),
+        (batch, batch),
+        SAMPLES,
+        SupervisedRunner(device="cpu"),
+    )
+    step = dry_step(workload, Single(), 1)
+    moved = sum(one.moved for phase, one in step.events if phase == UPDATE)
+    size = sum(p.nbytes for p in model.parameters())
+    # It reads weights, gradients and two states, and writes all but the gradients.
+    assert moved >= 7 * size
 
 
 def test_nothing_of_the_users_is_changed_and_no_world_is_left() -> None:

@@ -7,6 +7,7 @@ from allhands.comm import calls
 from allhands.comm.collectives import (
     all_gather_ragged,
     all_gather_rows,
+    all_gather_single,
     all_gather_text,
     all_reduce_sum,
     broadcast_bytes,
@@ -20,6 +21,7 @@ from allhands.comm.collectives import (
 __all__ = [
     "all_gather_ragged",
     "all_gather_rows",
+    "all_gather_single",
     "all_gather_text",
     "all_reduce_sum",
     "broadcast_bytes",

@@ -18,6 +18,9 @@ from allhands.world import World
 _TEXT = b"text:"
 _MESSAGE = 25 * 2**20  # bytes of tensors that travel together
 
+# Every rank's tensor, one after the other in one; PyTorch 2.13 renamed it.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 def all_reduce_sum(values: Sequence[torch.Tensor], world: World) -> None:
     """Sum tensors over all ranks in place, fused into one message a dtype."""
@@ -184,16 +187,20 @@ def all_gather_rows(rows: torch.Tensor, world: World) -> list[torch.Tensor]:
     the others may not."""
     if world.world_size == 1:
         return [rows]
-    counts = [
-        torch.zeros(1, dtype=torch.int64, device=world.device) for _ in range(world.world_size)
-    ]
-    dist.all_gather(counts, torch.tensor([len(rows)], dtype=torch.int64, device=world.device))
-    lengths = [int(count) for count in counts]
-    padded = rows.new_zeros((max(lengths), *rows.shape[1:]), device=world.device)
-    padded[: len(rows)] = rows
-    gathered = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(gathered, padded)
-    return [part[:length] for part, length in zip(gathered, lengths, strict=True)]
+    padded, lengths = _gather_padded(rows, world)
+    return [part[:length] for part, length in zip(padded, lengths, strict=True)]
+
+
+def _gather_padded(rows: torch.Tensor, world: World) -> tuple[torch.Tensor, list[int]]:
+    """Every rank's rows, with zeros up to the most that one has, and how many each has."""
+    counts = torch.empty(world.world_size, dtype=torch.int64, device=world.device)
+    all_gather_single(counts, torch.tensor([len(rows)], dtype=torch.int64, device=world.device))
+    lengths = counts.tolist()
+    own = rows.new_zeros((max(lengths), *rows.shape[1:]), device=world.device)
+    own[: len(rows)] = rows
+    found = own.new_empty((world.world_size, *own.shape))
+    all_gather_single(found.view(-1), own.view(-1))
+    return found, lengths
 
 
 def all_gather_ragged(values: Sequence[torch.Tensor], world: World) -> list[list[torch.Tensor]]:
@@ -239,8 +246,13 @@ def all_gather_text(text: str, world: World) -> list[str]:
     Raises:
         WorldError: a rank sent something else, because it was in another call.
     """
+    if world.world_size == 1:
+        return [text]
     data = torch.frombuffer(bytearray(_TEXT + text.encode()), dtype=torch.uint8).to(world.device)
-    parts = [bytes(part.cpu().numpy()) for part in all_gather_rows(data, world)]
+    padded, lengths = _gather_padded(data, world)
+    parts = [
+        row[:length].tobytes() for row, length in zip(padded.cpu().numpy(), lengths, strict=True)
+    ]
     for rank, part in enumerate(parts):
         if not part.startswith(_TEXT):
             raise WorldError(

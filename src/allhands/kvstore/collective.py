@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from allhands.comm import broadcast_tensors
+from allhands.comm import all_gather_single, broadcast_tensors
 from allhands.errors import UserError
 from allhands.kvstore.bucket import KeyBucket
 from allhands.kvstore.local_store import LocalStore
@@ -30,9 +30,6 @@ from allhands.kvstore.store_modes import Mode
 from allhands.world import World, current_world
 
 _log = logging.getLogger(__name__)
-
-# torch 2.13 has renamed it.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # Open stores of this process's world by number. Workers make them in the same order, so that a
 # number is the same store on all.
@@ -109,7 +106,7 @@ class CollectiveStore(LocalStore):
     def _all_of(self, own: torch.Tensor) -> Iterable[torch.Tensor]:
         own = own.to(self._device)
         found = own.new_empty(self.num_workers * len(own))
-        _all_gather(found, own)
+        all_gather_single(found, own)
         return found.view(self.num_workers, -1).cpu().unbind()
 
     def _agree_on_keys(self, forms: dict[str, str]) -> None:
@@ -173,7 +170,7 @@ class CollectiveStore(LocalStore):
             for each in sent:
                 each.wait()
         elif len(part):
-            _all_gather(whole.view(torch.uint8), part.contiguous().view(torch.uint8))
+            all_gather_single(whole.view(torch.uint8), part.contiguous().view(torch.uint8))
 
     def _total(self, number: float) -> float:
         if self._world.is_alone:

@@ -59,6 +59,7 @@ _TO_FP32 = frozenset(
         torch.Tensor.log_softmax,
     }
 )
+_SEEN = _IN_FP32 | _TO_FP32 | {F.cross_entropy, F.dropout}
 
 
 class _Widened(torch.autograd.Function):
@@ -84,6 +85,8 @@ class CudaCasts(TorchFunctionMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if function not in _SEEN:
+            return function(*args, **kwargs)
         casts = torch.is_autocast_enabled("cpu")
         if casts and function in _TO_FP32 and _is_narrow(args[0]):
             return _Widened.apply(args[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,13 +14,21 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.flop_counter import flop_registry
 
 from allhands.comm.traffic import Collective, transfer_of
-from allhands.compat import TorchDispatchMode, group_named, in_backward, pytree, real_tensors
+from allhands.compat import (
+    TorchDispatchMode,
+    group_named,
+    in_backward,
+    in_fake_kernel,
+    pytree,
+    real_tensors,
+)
 from allhands.planning.operation import Form, Operation
 
 # A GPU's memory is given out in blocks of so many bytes.
 _BLOCK = 512
 # The storages that are held are written down again when they have grown by so much.
 _GROWTH = 1.002
+_DEVICE = torch.ops.prim.device.default
 #: The ranks of groups, by the group's name.
 GroupRanks = dict[str, tuple[int, ...]]
 
@@ -136,6 +145,10 @@ class StepRecorder(TorchDispatchMode):
         self.phase = FORWARD
         self._known: dict[Any, Operation] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled in it, and to say so takes as long as an operation
+
     @property
     def phase_now(self) -> str:
         return BACKWARD if self.phase == FORWARD and in_backward() else self.phase
@@ -144,8 +157,10 @@ class StepRecorder(TorchDispatchMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if function.namespace == "prim":  # the device of a tensor, which is asked for often
-            return function(*args, **kwargs)
+        if function is _DEVICE and isinstance(args[0], FakeTensor):  # which is asked for often
+            return args[0].fake_device
+        if _is_view(function) and self._is_own(args[0]):
+            return self._view(function, args, kwargs)
         given = _tensors((args, kwargs))
         if function.namespace in ("c10d", "_c10d_functional"):
             transfer = transfer_of(function, args)
@@ -154,15 +169,21 @@ class StepRecorder(TorchDispatchMode):
                     ranks = dist.get_process_group_ranks(group_named(transfer.group))
                     self.groups[transfer.group] = tuple(ranks)
                 self.events.append((self.phase_now, transfer))
-            result = function(*args, **kwargs)
-            _as_if_alike(transfer, args)
+            if any(isinstance(one, FakeTensor) for one in given):
+                result = self._called(function, args, kwargs, given)
+            else:
+                with real_tensors():
+                    result = function(*args, **kwargs)
+                    _as_if_alike(transfer, args)
         elif _is_real(function, given, args, kwargs):
             with real_tensors():
                 return function(*args, **kwargs)
         elif function is torch.ops.aten._local_scalar_dense.default:
             return _likely(given[0])
         else:
-            result = function(*args, **kwargs)
+            result = None
+            if not (_is_update(function) and all(map(self._is_own, given))):
+                result = function(*args, **kwargs)
             if self.records:
                 self._note(function, args, kwargs, given, result)
         phase = self.phase_now
@@ -172,6 +193,32 @@ class StepRecorder(TorchDispatchMode):
                 self.storages.add(tensor, phase)
         return result
 
+    def _is_own(self, value: Any) -> bool:
+        return type(value) is FakeTensor and value.fake_mode is self._mode
+
+    def _called(
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        given: list[torch.Tensor],
+    ) -> Any:
+        """A collective on tensors without data, of which nobody takes more than when it ends."""
+        if function.namespace == "c10d" and all(map(self._is_own, given)):
+            with in_fake_kernel(self._mode):
+                return function(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    def _view(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the mode gives for a view, which takes no memory, without the keys of its cache."""
+        self.storages.add(args[0], self.phase_now)
+        with in_fake_kernel(self._mode):
+            found = function(*args, **kwargs)
+        device = args[0].fake_device
+        if isinstance(found, torch.Tensor):
+            return FakeTensor(self._mode, found, device)
+        return type(found)(FakeTensor(self._mode, one, device) for one in found)
+
     def _note(
         self,
         function: Any,
@@ -180,7 +227,7 @@ class StepRecorder(TorchDispatchMode):
         given: list[torch.Tensor],
         result: Any,
     ) -> None:
-        made = _tensors(result)
+        made = _tensors(result) or _written(function, args)
         if not made or _is_view(function):
             return
         key = (
@@ -206,17 +253,16 @@ def _as_if_alike(transfer: Collective | None, args: tuple[Any, ...]) -> None:
 
     Sums stay what this rank has: flags that none has raised.
     """
-    if transfer is None or any(isinstance(one, FakeTensor) for one in _tensors(args)):
+    if transfer is None:
         return
-    with real_tensors():
-        if transfer.kind == "all_gather":
-            pairs = zip(*args[:2], strict=True) if isinstance(args[0], list) else [args[:2]]
-            for out, own in pairs:
-                for part in out if isinstance(out, list) else out.view(-1, *own.shape):
-                    part.copy_(own)
-        elif transfer.kind == "recv":  # a vote of PyTorch's stages on whether all shapes are known
-            for tensor in args[0]:
-                tensor.fill_(1)
+    if transfer.kind == "all_gather":
+        pairs = zip(*args[:2], strict=True) if isinstance(args[0], list) else [args[:2]]
+        for out, own in pairs:
+            for part in out if isinstance(out, list) else [out.view(-1, *own.shape)]:
+                part.copy_(own)
+    elif transfer.kind == "recv":  # a vote of PyTorch's stages on whether all shapes are known
+        for tensor in args[0]:
+            tensor.fill_(1)
 
 
 def storage_resizing(recorder: StepRecorder) -> Callable[[], None]:
@@ -269,8 +315,22 @@ def _likely(tensor: torch.Tensor) -> Any:
     return 0.0 if tensor.is_floating_point() else bool(tensor.dtype == torch.bool)
 
 
+@cache
 def _is_view(function: Any) -> bool:
-    return all(
-        one.alias_info is not None and not one.alias_info.is_write
-        for one in function._schema.returns
+    returns = function._schema.returns
+    return bool(returns) and all(
+        one.alias_info is not None and not one.alias_info.is_write for one in returns
     )
+
+
+@cache
+def _is_update(function: Any) -> bool:
+    """Whether it changes tensors in place, many at once, and gives nothing."""
+    name = function._schema.name
+    return not function._schema.returns and name.startswith(("aten::_foreach_", "aten::_fused_"))
+
+
+def _written(function: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """The tensors that an operation changes in place."""
+    given = zip(function._schema.arguments, args, strict=False)
+    return _tensors([one for place, one in given if place.is_write])

@@ -10,15 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from allhands.comm import all_gather_single
 from allhands.comm.codecs import cast_dtype, codec_from, way_back
 from allhands.comm.coded_sum import exchange, part_length
 from allhands.comm.compress import checked_compress
 from allhands.errors import UserError, warn_renamed
 from allhands.strategies.buckets import Bucket
 from allhands.world import World
-
-# PyTorch 2.13 renamed it.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def sum_rounded(
@@ -51,7 +49,7 @@ def sum_rounded(
         .sum(0, dtype=torch.promote_types(flat.dtype, torch.float32))
         .to(dtype)
     )
-    _all_gather(received.view(torch.uint8), own.view(torch.uint8), group=group)
+    all_gather_single(received.view(torch.uint8), own.view(torch.uint8), group=group)
     flat.copy_(received[: flat.numel()])
 
 
