@@ -110,6 +110,11 @@ def test_measured_operations_are_used_and_kept(tmp_path: Path) -> None:
         read_times(tmp_path / "other.json")
 
 
+def test_a_plan_by_several_processes_is_the_same() -> None:
+    alone, several = plan(4), plan(4, processes=2)
+    assert several.to_dict() == alone.to_dict()
+
+
 def test_a_convolution_net_with_dropout_and_batch_norm() -> None:
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3),

@@ -58,6 +58,7 @@ def plan(
     """
     run_file = read_checked(config, list(overrides or ()))
     from allhands.planning.plan import plan as plan_training
+    from allhands.world.cores import cores
 
     times = _times(card, measure, profile)
     found = plan_training(
@@ -68,6 +69,7 @@ def plan(
         link=link,
         per_host=per_host,
         times=times,
+        processes=cores(),
     )
     if measure and profile is not None:
         from allhands.planning.operation_times import write_times

@@ -14,6 +14,7 @@ from allhands.errors import UserError
 from allhands.planning.candidates import Candidate, candidates
 from allhands.planning.dry_step import Workload, dry_step
 from allhands.planning.forecast import Prediction
+from allhands.planning.forked import in_forked
 from allhands.planning.machines import Card, Links, bytes_of, card_named, links_named
 from allhands.planning.operation_times import OperationTimes
 from allhands.planning.plan_text import text_of
@@ -99,6 +100,7 @@ def plan(
     runner: Any = None,
     strategies: Iterable[Candidate] | None = None,
     times: OperationTimes | None = None,
+    processes: int = 1,
 ) -> TrainingPlan:
     """Predict memory, bytes and step time of a training on GPUs that need not be there.
 
@@ -123,6 +125,8 @@ def plan(
         strategies: what to look at; None takes all that may fit, with layers that are computed
             again where one does not fit otherwise.
         times: of operations on the card; None takes its published peaks.
+        processes: how many look at strategies at once. More than one are forked, as for a script
+            that plans and does nothing else; times that are measured are so in this process.
 
     Returns:
         The plan, which prints as a table.
@@ -151,17 +155,23 @@ def plan(
         clip_norm=clip_norm,
     )
     times = times or OperationTimes(chosen)
-    rows = []
-    for one in candidates(gpus, per_host) if strategies is None else strategies:
-        row = _predict(workload, one, gpus, per_host, times, links, limit)
-        rows.append(row)
-        if strategies is None and not row.refused and not row.fits:
+
+    def look(one: Candidate) -> tuple[list[Prediction], int]:
+        before = times.by_peaks
+        found = [_predict(workload, one, gpus, per_host, times, links, limit)]
+        if strategies is None and not found[0].refused and not found[0].fits:
             again = replace(one, recompute=True)
-            rows.append(_predict(workload, again, gpus, per_host, times, links, limit))
+            found.append(_predict(workload, again, gpus, per_host, times, links, limit))
+        return found, times.by_peaks - before
+
+    ways = list(candidates(gpus, per_host) if strategies is None else strategies)
+    seen = in_forked(look, ways, 1 if times.device is not None else processes)
+    rows = [row for found, _ in seen for row in found]
+    by_peaks = sum(count for _, count in seen)
     rows.sort(key=lambda row: (not row.fits, bool(row.refused), -row.samples_per_second))
     if all(row.refused for row in rows):
         raise UserError(f"no strategy can train this on {gpus} GPUs: {rows[0].refused}")
-    return TrainingPlan(rows, gpus, chosen, _assumptions(chosen, link, per_host, times))
+    return TrainingPlan(rows, gpus, chosen, _assumptions(chosen, link, per_host, times, by_peaks))
 
 
 def samples_of(runner: Any, batch: Any) -> int:
@@ -239,10 +249,10 @@ def _places(groups: GroupRanks, per_host: int, degrees: Degrees) -> Places:
     return Places(hosts, frozenset(blocking))
 
 
-def _assumptions(card: Card, link: str, per_host: int, times: OperationTimes) -> str:
+def _assumptions(card: Card, link: str, per_host: int, times: OperationTimes, by_peaks: int) -> str:
     by = f"the published peaks of {card.name}, not measured"
     if times.known:
         by = f"{len(times.known)} measured operations"
-        if times.by_peaks:
+        if by_peaks:
             by += f", and for others by the published peaks of {card.name}"
     return f"times by {by}; {per_host} GPUs a host, link {link}"
