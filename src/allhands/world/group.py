@@ -23,6 +23,7 @@ from allhands.world.detection import find_environment
 from allhands.world.devices import choose_backend, only_gpu_name, pick_device, visible_gpus
 from allhands.world.layout import Environ, Layout
 from allhands.world.membership import Member, check_places, meet, own_member, place_of
+from allhands.world.native_threads import wait_until_asleep
 from allhands.world.request import (
     DEFAULT_TIMEOUT,
     InitRequest,
@@ -165,8 +166,9 @@ def init(
             _state = _adopt(request, os.environ)
         else:
             _state = _start(request, os.environ)
-            atexit.unregister(_leave_at_exit)
-            atexit.register(_leave_at_exit)
+        for handler in (wait_until_asleep, _leave_at_exit):  # the last one runs first
+            atexit.unregister(handler)
+            atexit.register(handler)
         return _state.world
 
 

@@ -1,0 +1,49 @@
+"""The threads of PyTorch at the end of a process."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from pathlib import Path
+
+# How long a process may wait for its threads as it ends, in seconds. Threads of the user's may
+# compute for ever.
+LONGEST_WAIT_S = 1.0
+
+_TASKS = Path("/proc/self/task")
+
+
+def wait_until_asleep(limit: float = LONGEST_WAIT_S) -> bool:
+    """Wait until no other thread of this process runs, or wants to.
+
+    A thread of gloo's frees the tensors of a collective after it has told the caller that it is
+    over, and needs the interpreter for that. Where the interpreter ends meanwhile, Python (before
+    3.14) ends the thread in the middle of a destructor, and the process aborts: "terminate called
+    without an active exception", exit code 134. Threads that sleep have nothing left to free.
+
+    Args:
+        limit: seconds after which it gives up.
+
+    Returns:
+        Whether all threads sleep, as far as it can be seen.
+    """
+    if sys.version_info >= (3, 14) or not _TASKS.is_dir():
+        return True
+    deadline, calm = time.monotonic() + limit, 0
+    while calm < 2:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.002)  # a thread that waits for the interpreter has it meanwhile
+        calm = calm + 1 if all(map(_sleeps, _TASKS.iterdir())) else 0
+    return True
+
+
+def _sleeps(task: Path) -> bool:
+    if task.name == str(threading.get_native_id()):
+        return True
+    try:
+        state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:  # it has ended
+        return True
+    return state not in "RD"
