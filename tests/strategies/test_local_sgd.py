@@ -26,6 +26,7 @@ SAMPLES, BATCH, EPOCHS = (
     3,
 )  # with 3 workers, the last step of an epoch has two samples, so that one of them is idle
 NESTEROV = {"name": "nesterov", "lr": 0.5, "momentum": 0.8}
+OVERLAP = {"every": 4, "outer": NESTEROV, "fragments": 2, "mix": 0.5, "overlap": 3}
 CASES: dict[str, dict[str, Any]] = {
     "uneven": {"every": 3},
     "momentum": {"every": 4, "optimizer": "momentum", "clip_norm": 0.3},
@@ -37,6 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
     "1bit": {"every": 2, "compress": "1bit"},
     "fp16": {"every": 2, "compress": "fp16"},
     "muon": {"every": 3, "outer": NESTEROV, "optimizer": "muon"},
+    "overlap": OVERLAP,
 }
 FRAGMENTS = {
     1: [["0.weight", "0.bias", "3.weight", "3.bias"]],
@@ -70,7 +72,10 @@ class ByHand:
         mix: float = 0.0,
         optimizer: str = "sgd",
         clip_norm: float | None = None,
+        overlap: int = 0,
     ) -> None:
+        self.overlap = overlap
+        self.under_way: dict[int, tuple[int, Vector]] = {}
         self.every, self.outer, self.compress, self.mix, self.clip_norm = (
             every,
             outer,
@@ -95,6 +100,8 @@ class ByHand:
                     self.step(worker, share)
             self.steps += 1
             for number in range(len(self.fragments)):
+                if self.under_way.get(number, (None,))[0] == self.steps:
+                    self.apply(number, self.under_way.pop(number)[1])
                 if (
                     self.steps - (number + 1) * self.every // len(self.fragments)
                 ) % self.every == 0:
@@ -123,6 +130,14 @@ class ByHand:
             ).sum(0)
         else:
             mean = self.through_narrow_wires(number, deltas)
+        self.seen[number] = [0] * len(seen)
+        if self.overlap:
+            self.under_way[number] = (self.steps + self.overlap, mean)
+        else:
+            self.apply(number, mean)
+
+    def apply(self, number: int, mean: Vector) -> None:
+        before = self.vector(number, self.anchor)
         names, velocity = self.fragments[number], self.vector(number, self.velocity)
         if self.outer == "average":
             after = before - mean
@@ -141,7 +156,6 @@ class ByHand:
                     own = dict(model.named_parameters())[name]
                     own.copy_(self.mix * own + (1 - self.mix) * self.anchor[name])
                 start = stop
-        self.seen[number] = [0] * len(seen)
 
     def through_narrow_wires(self, number: int, deltas: list[Vector]) -> Vector:
         """The mean of what arrives: each worker takes the mean of one part, and sends it on."""
@@ -325,6 +339,7 @@ def resumed(folder: str) -> dict[str, Any]:
         ("plain", {"every": 3}, "momentum"),
         ("norm", {"every": 3}, "sgd"),
         ("muon", {"every": 3}, "muon"),
+        ("overlap", OVERLAP, "adamw"),  # one of two means is on its way as it is saved
     ):
         # BatchNorm needs two samples.
         data: dict[str, Any] = {"norm": True, "samples": 52} if name == "norm" else {}
@@ -452,7 +467,7 @@ def on_another_number(folder: str) -> dict[str, Any]:
 def test_an_interruption_changes_nothing(tmp_path: Path) -> None:
     both = in_world(2, resumed, str(tmp_path))
     for found in both:
-        for name in ("hard", "plain", "norm", "muon"):
+        for name in ("hard", "plain", "norm", "muon", "overlap"):
             assert same(found[f"{name} weights"], both[0][f"{name} weights"])
             for where in ("middle", "end"):
                 assert found[f"{name} {where}"], (name, where)

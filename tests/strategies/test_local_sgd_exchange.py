@@ -60,6 +60,10 @@ def parts_of(made: Bound) -> list[Any]:
         ),
         ({"fragments": 0}, "whole number of at least 1"),
         ({"every": 2, "fragments": 3}, "set fragments to 2 or less, or every to 3"),
+        ({"overlap": -1, "mix": 0.5}, "whole number of steps, at least 0"),
+        ({"every": 2, "overlap": 2, "mix": 0.5}, "set overlap to 1 or less, or every to 3"),
+        ({"overlap": 2}, "set mix to the part of its own weights that it keeps, such as 0.5"),
+        ({"overlap": 2, "mix": 0.5, "compress": "int8"}, "leave one of the two settings out"),
         ({"compress": "fp8"}, r"LocalSGD\(compress='fp8'\): there is no codec 'fp8'"),
         (
             {"compress": "2bit"},

@@ -37,7 +37,7 @@ class LocalSGD(LocalSGDSettings, Strategy):
     Zhang et al., Parallel SGD: When does Averaging Help?, 2016). Nesterov momentum is DiLoCo
     (Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models, 2023),
     with fragments streaming DiLoCo (Douillard et al., Streaming DiLoCo with overlapping
-    communication, 2025), whose exchanges run beside the next steps; here the steps wait for them.
+    communication, 2025). With `overlap` the exchanges run beside the next steps, as there.
 
     Not what one process computes (`exact` is False), except with ``every=1``, plain averaging in
     fp32, and SGD without momentum or clipping. `clip_norm` bounds the norm of each worker's own
@@ -57,6 +57,9 @@ class LocalSGD(LocalSGDSettings, Strategy):
             "topk", "keep": 0.01}``. What a number has lost is added to the next one that this
             worker sends (Seide et al., Interspeech 2014). None sends fp32 (float64 weights stay
             so).
+        overlap: the optimizer steps that a worker takes while an exchange is on its way; the outer
+            optimizer's step, which begins from the weights of the last exchange, and `mix` follow
+            after them. 0 waits. At the end of a training what is on its way is left out.
 
     Raises:
         UserError: a setting that there is not, or that has no meaning beside the others.
@@ -120,7 +123,7 @@ class LocalSGD(LocalSGDSettings, Strategy):
         compress = None if self.compress is None else self.compress["name"]
         for setting, value, plain in (
             ("fragments", self.fragments, 1),
-            ("mix", self.mix, 0),
+            ("mix", self.mix, 0),  # and so `overlap`
             ("compress", compress, None),
         ):
             if value != plain:

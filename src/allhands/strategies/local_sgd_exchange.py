@@ -64,6 +64,8 @@ class LocalSGDExchange(Exchange):
             zeros = torch.zeros_like(present)
             if loaded.get("momentum"):
                 part.momentum = part.joined(loaded["momentum"], zeros)
+            if any(name in loaded.get("mean", {}) for name in part.names):
+                part.mean, part.due = part.joined(loaded["mean"], zeros), loaded["due"][number]
             kept = {}
             for kind, default in (("residual", zeros), ("owed", zeros), ("weights", present)):
                 given = {
@@ -101,8 +103,12 @@ class LocalSGDExchange(Exchange):
         self.own.take_up()
 
     def finish(self, lost: bool = False) -> None:
-        if not lost:
-            self.own.settle_all()
+        if lost:
+            return
+        self.own.settle_all()
+        for part in self.own.parts:
+            if part.mean is not None:
+                part.arrived()
 
     # ------------------------------------------------------------------ a step
 
@@ -137,15 +143,19 @@ class LocalSGDExchange(Exchange):
         self._epoch[1] += 1
         for part in weights.parts:
             part.alike = self._world.world_size == 1 and (replicas is None or replicas.count == 1)
-            if (step - part.offset) % self._settings.every == 0:
+            exchanges = (step - part.offset) % self._settings.every == 0
+            if part.mean is not None and (exchanges or step >= part.due):
+                self._apply(part, part.arrived())
+            if exchanges:
                 self._exchange(part)
                 if replicas is not None:
                     replicas.add_copies()
 
     def _exchange(self, part: Fragment) -> None:
-        """Bring a fragment's weights together, and take the outer optimizer's step."""
+        """Bring a fragment's weights together, and take the outer optimizer's step; with `overlap`
+        begin to."""
         settings, size, replicas = self._settings, self._world.world_size, self.replicas
-        averages, mix = settings.outer["name"] == "average", settings.mix
+        averages = settings.outer["name"] == "average"
         if size == 1 and averages and part.residual is None and part.alike:
             # the mean of one: no arithmetic, which would round
             part.anchor, part.seen = part.read(), 0.0
@@ -156,6 +166,11 @@ class LocalSGDExchange(Exchange):
             delta, part.seen = replicas.deltas()
         if part.residual is not None:
             delta += part.residual
+        if settings.overlap:
+            assert self.own.step is not None
+            self._count(part.begin_mean(delta, self.own.step + settings.overlap, self._world))
+            part.seen = 0.0
+            return
         if size == 1 or settings.compress is None:
             lost = None
             sent = weighted_mean([delta], [part.seen], self._world) if size > 1 else 0
@@ -166,7 +181,20 @@ class LocalSGDExchange(Exchange):
             )
         if part.seen:  # else this rank has sent nothing, and keeps what it owes
             part.residual = lost
-        if averages:
+        self._apply(part, delta)
+        part.seen = 0.0
+        if replicas is not None:
+            replicas.exchanged()
+        self._count(sent)
+
+    def _count(self, sent: int) -> None:
+        self._settings.sent += sent
+        self._epoch[0] += sent
+
+    def _apply(self, part: Fragment, delta: torch.Tensor) -> None:
+        """Take the outer optimizer's step along the mean of the deltas."""
+        settings = self._settings
+        if settings.outer["name"] == "average":
             part.anchor -= delta
         else:
             lr, momentum = settings.outer["lr"], settings.outer["momentum"]
@@ -174,12 +202,9 @@ class LocalSGDExchange(Exchange):
                 delta.clone() if part.momentum is None else part.momentum.mul_(momentum).add_(delta)
             )
             part.anchor.sub_(delta.add_(part.momentum, alpha=momentum), alpha=lr)
+        mix, part.mean = settings.mix, None
         part.write(torch.lerp(part.anchor, part.read(), mix) if mix else part.anchor)
-        part.seen, part.alike = 0.0, not mix or size == 1
-        if replicas is not None:
-            replicas.exchanged()
-        settings.sent += sent
-        self._epoch[0] += sent
+        part.alike = not mix or self._world.world_size == 1
 
     def _show(self, own: float) -> None:
         """Call `before_step` with the mean of the ranks' gradients, which the weights' mean follows
@@ -227,12 +252,20 @@ class LocalSGDExchange(Exchange):
             if part.momentum is not None
             for name, value in part.by_name(part.momentum).items()
         }
+        means = {
+            name: value
+            for part in parts
+            if part.mean is not None
+            for name, value in part.by_name(part.arrived()).items()
+        }
         return {
             "workers": self._world.world_size if self._is_one_each else 0,
             "fragments": self._settings.fragments,
             "outer": dict(self._settings.outer),
             "anchor": anchors,
             "momentum": momentum,
+            "mean": means,
+            "due": [part.due for part in parts],
             "epoch": list(self._epoch),
         }
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from allhands.comm import all_gather_rows, all_reduce_sum
@@ -28,6 +30,9 @@ class Fragment:
         seen: samples (or what the loss counts) that this rank has trained on since the last
             exchange.
         alike: all ranks hold the same weights now.
+        mean: the mean of all ranks' deltas, which is on its way, of shape ``[numbers]``; None
+            between two exchanges.
+        due: the optimizer step after which the outer optimizer applies `mean`.
     """
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], offset: int) -> None:
@@ -43,6 +48,9 @@ class Fragment:
         self.owed: torch.Tensor | None = None
         self.seen = 0.0
         self.alike = True
+        self.mean: torch.Tensor | None = None
+        self.due = 0
+        self._work: Any = None
 
     def read(self) -> torch.Tensor:
         """A copy of the present weights as one vector."""
@@ -63,6 +71,23 @@ class Fragment:
         return torch.cat(
             [given.get(name, part).reshape(-1).to(default) for name, part in parts.items()]
         )
+
+    def begin_mean(self, delta: torch.Tensor, due: int, world: World) -> int:
+        """Send this rank's delta, and let the mean of all arrive beside what comes next; the bytes
+        that this rank sends."""
+        self.mean, self.due = delta.mul_(_own_share([self.seen], world)[0]), due
+        if world.world_size == 1:
+            return 0
+        self._work = dist.all_reduce(delta, async_op=True)
+        return _bytes_sent([delta], world)
+
+    def arrived(self) -> torch.Tensor:
+        """The mean that is on its way, which is waited for."""
+        assert self.mean is not None
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+        return self.mean
 
 
 def layers_of(model: nn.Module) -> list[list[tuple[str, nn.Parameter]]]:
@@ -118,12 +143,20 @@ def weighted_mean(values: Sequence[torch.Tensor], counts: Sequence[float], world
     Bytes are those of a ring: 2 (N - 1) / N of the vectors' own for the sum, N - 1 times the
     counts.
     """
-    parts = shares(counts, world)[world.rank].tolist()
-    for value, part in zip(values, parts, strict=True):
+    for value, part in zip(values, _own_share(counts, world), strict=True):
         value.mul_(part)
     all_reduce_sum(values, world)
+    return _bytes_sent(values, world)
+
+
+def _own_share(counts: Sequence[float], world: World) -> list[float]:
+    own: list[float] = shares(counts, world)[world.rank].tolist()
+    return own
+
+
+def _bytes_sent(values: Sequence[torch.Tensor], world: World) -> int:
     size = world.world_size
     # The gathering tells the number of rows first, as 8 bytes.
     return 2 * (size - 1) * sum(value.nbytes for value in values) // size + (size - 1) * 8 * (
-        1 + len(counts)
+        1 + len(values)
     )

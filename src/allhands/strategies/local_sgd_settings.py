@@ -30,6 +30,7 @@ class LocalSGDSettings:
         exchange: str | None = None,
         mix: float = 0.0,
         compress: str | Mapping[str, Any] | None = None,
+        overlap: int = 0,
     ) -> None:
         check_whole("every", every, of="LocalSGD", unit="steps")
         check_whole("fragments", fragments, of="LocalSGD")
@@ -51,8 +52,31 @@ class LocalSGDSettings:
                 "weights alone"
             )
         self.every, self.fragments, self.mix = every, fragments, float(mix)
+        self.overlap = self._check_overlap(overlap)
         self.outer = _check_outer(outer)
         self.sent = self.sent_for_means = self.sent_for_copies = 0
+
+    def _check_overlap(self, overlap: Any) -> int:
+        check_whole("overlap", overlap, 0, of="LocalSGD", unit="steps")
+        if overlap >= self.every and overlap:
+            raise UserError(
+                f"LocalSGD(every={self.every}, overlap={overlap}): an exchange is over before the "
+                f"next one of the same weights begins; set overlap to {self.every - 1} or less, or "
+                f"every to {overlap + 1}"
+            )
+        if overlap and not self.mix:
+            raise UserError(
+                f"LocalSGD(overlap={overlap}, mix=0): each worker would give up the {overlap} "
+                "steps that it takes during an exchange; set mix to the part of its own weights "
+                "that it keeps, such as 0.5"
+            )
+        if overlap and self.compress is not None:
+            raise UserError(
+                f"LocalSGD(overlap={overlap}, compress={self.compress['name']!r}): what is "
+                "narrowed goes in two exchanges, of which the second needs the first; leave one "
+                "of the two settings out"
+            )
+        return int(overlap)
 
 
 def _check_outer(given: Any) -> dict[str, Any]:
