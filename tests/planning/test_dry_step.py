@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +14,21 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import allhands
-from allhands import DDP, FSDP, Mesh, Pipeline, Single, SupervisedRunner, Tensor, UserError
+from allhands import (
+    DDP,
+    FSDP,
+    KVStore,
+    LocalSGD,
+    Mesh,
+    Pipeline,
+    Single,
+    SupervisedRunner,
+    Tensor,
+    UserError,
+)
 from allhands.comm.traffic import TrafficCounter
 from allhands.models.transformer import GPT, NextToken
-from allhands.planning.dry_step import Workload, dry_step
+from allhands.planning.dry_step import Workload, dry_step, dry_steps
 from allhands.planning.step_recorder import UPDATE
 from allhands.strategies import Strategy
 from tests.worlds import in_world
@@ -24,6 +36,8 @@ from tests.worlds import in_world
 GIB = 2**30
 SIZES = {"vocab_size": 32, "block_size": 16, "layers": 4, "heads": 4, "width": 16}
 SAMPLES = 8
+#: Five numbers of `allhands.loop.agreement`.
+AGREEMENT = ("all_reduce", 5 * 8)
 
 STRATEGIES: dict[str, Callable[[int], Strategy]] = {
     "ddp": lambda n: DDP(bucket_cap_mb=0.01),
@@ -31,6 +45,9 @@ STRATEGIES: dict[str, Callable[[int], Strategy]] = {
     "ddp sharded": lambda n: DDP(optimizer_state="sharded"),
     "fsdp": lambda n: FSDP(),
     "fsdp kept": lambda n: FSDP(reshard_after_forward=False),
+    "kvstore": lambda n: KVStore(),
+    "kvstore worker": lambda n: KVStore(update="worker"),
+    "local_sgd": lambda n: LocalSGD(every=1),
     "tensor": lambda n: Tensor(),
     "pipeline": lambda n: Pipeline(microbatches=n),
     "gpipe": lambda n: Pipeline(microbatches=n, schedule="gpipe"),
@@ -55,8 +72,12 @@ class StepTraffic(allhands.Callback):
     def on_step_end(self, training: Any) -> None:
         self.marks.append(len(self.traffic.transfers))
 
-    def third(self) -> list[tuple[str, int, int]]:
-        return plain(self.traffic.transfers[self.marks[1] : self.marks[2]])
+    def steps(self) -> list[list[tuple[str, int, int]]]:
+        """Those of each step but the first; without the rounds in which ranks agree a few times a
+        second whether to stop."""
+        sent = self.traffic.transfers
+        taken = [plain(sent[begin:end]) for begin, end in itertools.pairwise(self.marks)]
+        return [[one for one in step if one[:2] != AGREEMENT] for step in taken]
 
 
 def plain(transfers: list[Any]) -> list[tuple[str, int, int]]:
@@ -64,28 +85,35 @@ def plain(transfers: list[Any]) -> list[tuple[str, int, int]]:
 
 
 def trained(name: str, workers: int, accumulate: int) -> list[tuple[str, int, int]]:
+    return trained_for(STRATEGIES[name](workers), workers, 3, accumulate)[1]
+
+
+def trained_for(
+    strategy: Strategy, workers: int, steps: int, accumulate: int = 1
+) -> list[list[tuple[str, int, int]]]:
+    """The collectives of each step of a training but the first."""
     model, optimizer = parts()
-    tokens = torch.randint(32, (4 * SAMPLES * accumulate * workers, 17))
+    tokens = torch.randint(32, ((steps + 1) * SAMPLES * accumulate * workers, 17))
     data = TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     with TrafficCounter() as traffic:
-        steps = StepTraffic(traffic)
+        taken = StepTraffic(traffic)
         SupervisedRunner(device="cpu").train(
             model=model,
             criterion=NextToken(),
             optimizer=optimizer,
             datasets={"batch_size": SAMPLES, "train": data},
-            distributed=STRATEGIES[name](workers),
-            callbacks=[steps],
+            distributed=strategy,
+            callbacks=[taken],
             accumulate=accumulate,
-            max_steps=3,
+            max_steps=steps,
         )
-    return steps.third()
+    return taken.steps()
 
 
-def dry(name: str, workers: int, accumulate: int, rank: int) -> list[tuple[str, int, int]]:
+def workload(accumulate: int) -> Workload:
     model, optimizer = parts()
     batch = torch.zeros(SAMPLES, 16, dtype=torch.int64)
-    workload = Workload(
+    return Workload(
         model,
         NextToken(),
         optimizer,
@@ -94,8 +122,50 @@ def dry(name: str, workers: int, accumulate: int, rank: int) -> list[tuple[str, 
         SupervisedRunner(device="cpu"),
         accumulate=accumulate,
     )
-    step = dry_step(workload, STRATEGIES[name](workers), workers, rank)
-    return plain(step.transfers)
+
+
+def dry(name: str, workers: int, accumulate: int, rank: int) -> list[tuple[str, int, int]]:
+    strategy = STRATEGIES[name](workers)
+    return plain(dry_step(workload(accumulate), strategy, workers, rank, backend="gloo").transfers)
+
+
+PERIODS: dict[str, Callable[[], LocalSGD]] = {
+    "whole": lambda: LocalSGD(every=4),
+    "momentum": lambda: LocalSGD(every=3, outer="nesterov"),
+    "fragments": lambda: LocalSGD(every=4, fragments=3),
+    "compressed": lambda: LocalSGD(every=2, compress="bf16"),
+    "beside steps": lambda: LocalSGD(every=4, overlap=2, mix=0.5),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [
+        ("whole", 2),
+        ("fragments", 4),
+        *(
+            pytest.param(name, workers, marks=pytest.mark.rare)  # every=1 and those above
+            for name in PERIODS
+            for workers in (2, 4, 8)
+            if (name, workers) not in (("whole", 2), ("fragments", 4))
+        ),
+    ],
+)
+def test_kinds_of_steps_are_those_of_a_period(name: str, workers: int) -> None:
+    """Each step of the second period of a training is like one of the kinds, as often as it
+    says."""
+    strategy = PERIODS[name]()
+    sent = in_world(workers, trained_for, PERIODS[name](), workers, 2 * strategy.every)
+    for rank in (0, workers - 1):
+        kinds = dry_steps(workload(1), strategy, workers, rank, backend="gloo")
+        expected = [
+            plain(kind.transfers)
+            for kind in kinds
+            for _ in range(round(kind.share * strategy.every))
+        ]
+        steps = sent[rank][-strategy.every :]
+        assert sorted(steps) == sorted(expected), rank
+        assert any(steps)
 
 
 QUICK = (
@@ -134,10 +204,10 @@ def gpt_step(strategy: Strategy, workers: int, samples: int, precision: str, **o
         model = GPT(**FULL, **options)
     batch = torch.zeros(samples, 1024, dtype=torch.int64)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    workload = Workload(
+    given = Workload(
         model, NextToken(), optimizer, (batch, batch), samples, SupervisedRunner(), precision
     )
-    return dry_step(workload, strategy, workers)
+    return dry_step(given, strategy, workers)
 
 
 def test_memory_is_what_a_gpu_has_shown() -> None:
@@ -186,25 +256,21 @@ def test_nothing_of_the_users_is_changed_and_no_world_is_left() -> None:
     model, optimizer = parts()
     before = [p.clone() for p in model.parameters()]
     batch = torch.zeros(SAMPLES, 16, dtype=torch.int64)
-    workload = Workload(
+    given = Workload(
         model, NextToken(), optimizer, (batch, batch), SAMPLES, SupervisedRunner(device="cpu")
     )
     for name in ("fsdp", "ddp"):
-        dry_step(workload, STRATEGIES[name](2), 2)
+        dry_step(given, STRATEGIES[name](2), 2)
     assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
     assert not optimizer.state
+    assert not optimizer._optimizer_step_pre_hooks
     assert not torch.distributed.is_initialized()
     assert optimizer.param_groups[0]["params"][0] is next(iter(model.parameters()))
 
 
 def in_a_world() -> str:
-    model, optimizer = parts()
-    batch = torch.zeros(SAMPLES, 16, dtype=torch.int64)
-    workload = Workload(
-        model, NextToken(), optimizer, (batch, batch), SAMPLES, SupervisedRunner(device="cpu")
-    )
     with pytest.raises(UserError) as raised:
-        dry_step(workload, DDP(), 2)
+        dry_step(workload(1), DDP(), 2)
     return str(raised.value)
 
 

@@ -12,7 +12,7 @@ import yaml
 from torch import nn
 
 import allhands
-from allhands import DDP, UserError
+from allhands import DDP, LocalSGD, UserError
 from allhands.cli.main import run
 from allhands.models.transformer import GPT, NextToken
 from allhands.planning.candidates import Candidate
@@ -38,10 +38,11 @@ def plan(gpus: int, **options: Any) -> Any:
 def test_the_fastest_that_fits_is_first_and_what_does_not_fit_says_why() -> None:
     free = plan(2)
     names = [row.name for row in free.rows]
-    assert set(names) == {"ddp", "ddp sharded", "fsdp", "tensor", "pipeline"}
+    exact = {"ddp", "ddp sharded", "fsdp", "kvstore", "tensor", "pipeline"}
+    assert set(names) == {*exact, "local_sgd every 32"}
     speeds = [row.samples_per_second for row in free.rows]
     assert speeds == sorted(speeds, reverse=True)
-    assert free.best is free.rows[0]
+    assert free.best is next(row for row in free.rows if row.exact)
     peaks = {row.name: row.peak for row in free.rows}
     assert peaks["fsdp"] < peaks["ddp sharded"] < peaks["ddp"]
 
@@ -59,6 +60,25 @@ def test_the_fastest_that_fits_is_first_and_what_does_not_fit_says_why() -> None
     assert "ddp, too large" in text
     assert max(map(len, text.splitlines())) <= 100
     assert yaml.safe_load(tight.run_file()) == tight.best.lines
+
+
+def test_steps_between_exchanges_are_said_and_another_training_is_not_proposed() -> None:
+    rare = Candidate(LocalSGD(every=4), {"name": "local_sgd", "every": 4})
+    each = Candidate(LocalSGD(every=1), {"name": "local_sgd", "every": 1})
+    ddp = Candidate(DDP(), {"name": "ddp"})
+    found = plan(2, link="eth1", strategies=[ddp, rare, each])
+    first, *_ = found.rows
+    every = {row.name: row for row in found.rows}["local_sgd every 1"]
+    assert first.name == "local_sgd every 4"
+    assert first.sent == pytest.approx(every.sent / 4)
+    # The exchange waits for the slow link once in four steps.
+    assert first.seconds.waiting == pytest.approx(every.seconds.waiting / 4, rel=0.01)
+    assert first.note.startswith("25 % of the steps exchange weights")
+    assert not first.exact
+    assert found.best.name == "ddp"
+    assert "which trains as one process does (unlike local_sgd every 4" in str(found)
+    only = plan(2, strategies=[rare])
+    assert only.best is only.rows[0]
 
 
 def test_where_nothing_fits_it_says_what_comes_closest() -> None:

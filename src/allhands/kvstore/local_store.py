@@ -236,6 +236,16 @@ class LocalStore(LocalKeys):
         assert self._narrow is not None
         self._narrow.load_residuals(residuals)
 
+    def held_states(self) -> list[torch.Tensor]:
+        """The tensors of the optimizer's state that this process holds of the buckets, as they
+        are."""
+        return [
+            tensor
+            for bucket in each(self._buckets.values())
+            if bucket.optimizer is not None
+            for tensor in bucket.optimizer.state()[0].values()
+        ]
+
     def state(self) -> StoreState:
         self._meet("state", None)
         state = StoreState(self._steps)

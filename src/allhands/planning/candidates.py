@@ -6,7 +6,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from allhands.strategies import DDP, FSDP, Mesh, Pipeline, Single, Strategy, Tensor
+from allhands.strategies import (
+    DDP,
+    FSDP,
+    KVStore,
+    LocalSGD,
+    Mesh,
+    Pipeline,
+    Single,
+    Strategy,
+    Tensor,
+)
 from allhands.strategies.degrees import Degrees
 
 
@@ -58,6 +68,9 @@ def _strategies(gpus: int, per_host: int) -> Iterator[tuple[Strategy, dict[str, 
     yield DDP(), {"name": "ddp"}
     yield DDP(optimizer_state="sharded"), {"name": "ddp", "optimizer_state": "sharded"}
     yield FSDP(), {"name": "fsdp"}
+    yield KVStore(), {"name": "kvstore"}
+    rare = LocalSGD()
+    yield rare, {"name": "local_sgd", "every": rare.every}
     within = min(gpus, per_host)
     hosts = gpus // within
     whole = hosts * within == gpus and hosts > 1

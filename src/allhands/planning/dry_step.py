@@ -34,6 +34,7 @@ from allhands.planning.step_recorder import (
     BACKWARD,
     ELSEWHERE,
     FORWARD,
+    MADE,
     UPDATE,
     GroupRanks,
     StepRecorder,
@@ -45,9 +46,8 @@ from allhands.strategies import Strategy
 from allhands.world import World
 
 _CPU = torch.device("cpu")
-_MAKE = "make"
 # What is held by the phase in which it came, where it is nothing that has a name.
-_KINDS = {FORWARD: "activations", BACKWARD: "temporary", UPDATE: "temporary", _MAKE: "buffers"}
+_KINDS = {FORWARD: "activations", BACKWARD: "temporary", UPDATE: "temporary", MADE: "buffers"}
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,7 @@ class DryStep:
         events: phase, and operation or collective, in their order.
         groups: the ranks of the groups that they use.
         captured: its steps can be captured in CUDA graphs.
+        share: of all steps of a training, those that are like this one.
     """
 
     peak: int
@@ -93,23 +94,37 @@ class DryStep:
     events: list[tuple[str, Operation | Collective]]
     groups: GroupRanks
     captured: bool
+    share: float = 1.0
 
     @property
     def transfers(self) -> list[Collective]:
         return [event for _, event in self.events if isinstance(event, Collective)]
 
 
-def dry_step(
-    workload: Workload, strategy: Strategy, workers: int, rank: int = 0, per_host: int = 8
-) -> DryStep:
-    """Take two steps of one rank, and tell what the second one does.
+def dry_steps(
+    workload: Workload,
+    strategy: Strategy,
+    workers: int,
+    rank: int = 0,
+    per_host: int = 8,
+    backend: str = "nccl",
+) -> list[DryStep]:
+    """Take some steps of one rank, and tell what each kind of step does; most strategies have one.
+
+    Args:
+        workload: what is trained.
+        strategy: by which.
+        workers: how many ranks there would be.
+        rank: which of them takes the steps.
+        per_host: workers of a host.
+        backend: "nccl" or "gloo", over which some strategies call other collectives.
 
     Raises:
         UserError: the strategy cannot train this with so many workers; this process is in a world
             already.
     """
     with ExitStack() as stack:
-        world = stack.enter_context(_world(workers, rank, per_host))
+        world = stack.enter_context(_world(workers, rank, per_host, backend))
         if hasattr(strategy, "degrees_for") and workers > 1:
             strategy.degrees_for(workers).layout(world)
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -122,10 +137,16 @@ def dry_step(
         # Addresses tell which tensors share memory; nothing is read there.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         stack.enter_context(recorder)
-        return _second_step(workload, strategy, world, recorder, model, optimizer, batch)
+        return _taken(workload, strategy, world, recorder, model, optimizer, batch)
 
 
-def _second_step(
+def dry_step(*args: Any, **options: Any) -> DryStep:
+    """As `dry_steps`, of a strategy that has one kind of step."""
+    (step,) = dry_steps(*args, **options)
+    return step
+
+
+def _taken(
     workload: Workload,
     strategy: Strategy,
     world: World,
@@ -133,7 +154,7 @@ def _second_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     batch: Any,
-) -> DryStep:
+) -> list[DryStep]:
     settings = LoopSettings(
         model=model,
         optimizer=optimizer,
@@ -154,62 +175,92 @@ def _second_step(
         if strategy.takes_meta:  # the strategy makes what the rank holds of it
             recorder.storages.add_elsewhere(tensor)
         else:
-            recorder.storages.add(tensor, _MAKE)
+            recorder.storages.add(tensor, MADE)
     for tensor in _floating(batch):
-        recorder.storages.add(tensor, _MAKE)
+        recorder.storages.add(tensor, MADE)
     group = OptimizerGroup(settings, world, task, _no_trial, lambda _: None)
-    optimizer = group.optimizer
     rule = LossRule(workload.criterion)
     rule.leave_unchecked()
     if group.placement.slices is not None:
         rule.cut_over(group.placement.slices)
     forward = Forward(runner, group.called, world.device, workload.criterion)
     objective = Objective(forward, rule, runner.target_of, lambda: lambda *_: None)
-    group.begin(0)
-    group.train()
-    take = group.step_for(objective)
-    take.before_first_update = None
     gradients: set[int] = set()
 
     def before(*_: Any) -> None:
         recorder.phase = UPDATE
         gradients.update(recorder.storages.numbers(p.grad for p in group.model.parameters()))
 
-    optimizer.register_step_pre_hook(before)
+    _call_before_update(group, before)
     parts = workload.accumulate
-    shares = group.placement.shares
     counts = [workload.samples] * parts
-    for number in range(2):
-        recorder.phase = FORWARD
-        if number:
-            recorder.storages.forget()
-            recorder.records = True
+    captured = strategy.capture_refused(model, world) is None
+    captured = captured and not workload.activation_checkpointing
+    first, kinds = strategy.kinds_of_step()
+    period = sum(kinds.values())
+    found: list[DryStep] = []
+    following: int | None = None
+    for number in (*first, *kinds):
+        if number != following:
+            group.begin(number)
+            group.train()
+            take = group.step_for(objective)
+            take.before_first_update = None
+        following = number + 1
+        recorder.phase, recorder.records = FORWARD, number in kinds
+        if recorder.records:
+            recorder.forget()
         with recomputing(group):
-            take([batch] * parts, counts, sum(counts) * shares, False)
+            take([batch] * parts, counts, sum(counts) * group.placement.shares, False)
+        if recorder.records:
+            kinds_held = _held_by_kind(recorder, group, gradients, batch)
+            found.append(
+                DryStep(
+                    recorder.storages.peak,
+                    kinds_held,
+                    recorder.events,
+                    recorder.groups,
+                    captured,
+                    kinds[number] / period,
+                )
+            )
+    return found
+
+
+def _call_before_update(group: OptimizerGroup, before: Any) -> None:
+    """Have something called before the optimizer's step, or before an exchange that takes it."""
+    if not group.strategy.takes_step:
+        group.optimizer.register_step_pre_hook(before)
+        return
+    plain = group.exchange.exchange_all
+
+    def exchange_all(*args: Any) -> bool:
+        before()
+        return plain(*args)
+
+    group.exchange.exchange_all = exchange_all  # type: ignore[method-assign,assignment]
+
+
+def _held_by_kind(
+    recorder: StepRecorder, group: OptimizerGroup, gradients: set[int], batch: Any
+) -> dict[str, int]:
+    storages, model = recorder.storages, group.model
+    states = (value for state in group.optimizer.state.values() for value in state.values())
     kinds = {
-        "weights": recorder.storages.numbers([*group.model.parameters(), *group.model.buffers()]),
-        "optimizer": recorder.storages.numbers(
-            value for state in optimizer.state.values() for value in state.values()
-        ),
+        "weights": storages.numbers([*model.parameters(), *model.buffers()]),
+        "optimizer": storages.numbers([*states, *group.exchange.states_elsewhere]),
         "gradients": gradients,
-        "input": recorder.storages.numbers(_floating(batch)),
+        "input": storages.numbers(_floating(batch)),
     }
     found: Counter[str] = Counter()
-    for kind, size in recorder.storages.by_kind(kinds).items():
+    for kind, size in storages.by_kind(kinds).items():
         if kind != ELSEWHERE:
             found[_KINDS.get(kind, kind)] += size
-    captured = strategy.capture_refused(model, world) is None
-    return DryStep(
-        recorder.storages.peak,
-        dict(found),
-        recorder.events,
-        recorder.groups,
-        captured and not workload.activation_checkpointing,
-    )
+    return dict(found)
 
 
 @contextmanager
-def _world(workers: int, rank: int, per_host: int) -> Iterator[World]:
+def _world(workers: int, rank: int, per_host: int, backend: str) -> Iterator[World]:
     """A world whose messages go nowhere."""
     if dist.is_initialized():
         raise UserError(
@@ -229,7 +280,7 @@ def _world(workers: int, rank: int, per_host: int) -> Iterator[World]:
             workers,
             host,
             _CPU,
-            "fake" if workers > 1 else "none",
+            backend if workers > 1 else "none",
             "plan",
         )
     finally:
@@ -257,6 +308,7 @@ def _without_data(
         own = workload.optimizer
         other = copy.copy(own)
         other.__dict__ = dict(own.__dict__)
+        other._optimizer_step_pre_hooks = copy.copy(own._optimizer_step_pre_hooks)
         other.state = copy.copy(own.state)
         other.state.clear()
         other.param_groups = [

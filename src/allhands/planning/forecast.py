@@ -17,11 +17,13 @@ class Prediction:
         lines: what a run file says of it.
         memory: bytes of the fullest rank by kind; empty where `refused`.
         seconds: of a step; None where `refused`.
-        sent, received: bytes of a rank in a step.
+        sent, received: bytes of a rank in a step; where steps differ, the mean of a period.
         samples: in a step, over all ranks.
         efficiency: of what its GPUs compute in the time, to computing alone.
         refused: why it cannot train this; "" where it can.
         limit: bytes of a card.
+        note: what the numbers stand for, where that is not one step like all others; else "".
+        exact: whether it computes what one process would, up to rounding.
     """
 
     name: str
@@ -33,6 +35,8 @@ class Prediction:
     samples: int
     limit: float
     refused: str = ""
+    note: str = ""
+    exact: bool = True
 
     @property
     def peak(self) -> int:
@@ -70,6 +74,8 @@ class Prediction:
             "run_file": self.lines,
             "fits": self.fits,
             "why_not": self.why_not,
+            "note": self.note,
+            "exact": self.exact,
             "memory": self.memory,
             "sent": self.sent,
             "received": self.received,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import yaml
 from allhands.checks import check_whole
 from allhands.errors import UserError
 from allhands.planning.candidates import Candidate, candidates
-from allhands.planning.dry_step import Workload, dry_step
+from allhands.planning.dry_step import DryStep, Workload, dry_steps
 from allhands.planning.forecast import Prediction
 from allhands.planning.forked import in_forked
 from allhands.planning.machines import Card, Links, bytes_of, card_named, links_named
@@ -23,6 +23,7 @@ from allhands.planning.timing import (
     CAPTURED_S,
     EAGER_S,
     Places,
+    mean_time,
     pipeline_time,
     step_time,
 )
@@ -60,8 +61,10 @@ class TrainingPlan:
 
     @property
     def best(self) -> Prediction | None:
-        """The fastest that fits; None where nothing does."""
-        return next((row for row in self.rows if row.fits), None)
+        """The fastest that fits and computes what one process would; where none does, the fastest
+        that fits; None where nothing fits."""
+        fitting = [row for row in self.rows if row.fits]
+        return next((row for row in fitting if row.exact), fitting[0] if fitting else None)
 
     def run_file(self) -> str:
         """What a run file says for the best; "" where nothing fits."""
@@ -206,31 +209,51 @@ def _predict(
     ranks = [0, gpus - 1] if degrees.pp > 1 else [0]
     try:
         strategy.check_size(gpus)
-        steps = [dry_step(workload, strategy, gpus, rank, per_host) for rank in ranks]
+        taken = [dry_steps(workload, strategy, gpus, rank, per_host) for rank in ranks]
     except (UserError, ValueError) as error:
         return Prediction(candidate.name, lines, {}, None, 0.0, 0.0, samples, limit, str(error))
-    fullest = max(steps, key=lambda step: step.peak)
+    fullest = max((step for steps in taken for step in steps), key=lambda step: step.peak)
     own = _beside(times.card, degrees, gpus)
-    launch = CAPTURED_S if steps[0].captured else EAGER_S
-    places = [_places(step.groups, per_host, degrees) for step in steps]
-    if degrees.pp > 1:
-        pipeline: Any = getattr(strategy, "pipeline", strategy)
-        count = pipeline.microbatches or degrees.pp
-        waits = _BUBBLES[pipeline.schedule](degrees.pp, count, pipeline.stages_per_worker)
-        seconds = pipeline_time(steps, times, links, places, launch, waits)
-    else:
-        seconds = step_time(steps[0], times, links, places[0], launch)
-    most = max(steps, key=lambda step: sum(one.sent for one in step.transfers))
+    found = []
+    for steps in zip(*taken, strict=True):  # those of one kind, on each rank
+        launch = CAPTURED_S if steps[0].captured else EAGER_S
+        places = [_places(step.groups, per_host, degrees) for step in steps]
+        if degrees.pp > 1:
+            pipeline: Any = getattr(strategy, "pipeline", strategy)
+            count = pipeline.microbatches or degrees.pp
+            waits = _BUBBLES[pipeline.schedule](degrees.pp, count, pipeline.stages_per_worker)
+            seconds = pipeline_time(steps, times, links, places, launch, waits)
+        else:
+            seconds = step_time(steps[0], times, links, places[0], launch)
+        found.append((steps[0].share, seconds))
+    sent, received = max(map(_traffic, taken))
     return Prediction(
         candidate.name,
         lines,
         fullest.kinds | own,
-        seconds,
-        math.fsum(one.sent for one in most.transfers),
-        math.fsum(one.received for one in most.transfers),
+        mean_time(found),
+        sent,
+        received,
         samples,
         limit,
+        note=_note(taken[0]),
+        exact=strategy.exact_for(workload.optimizer, workload.clip_norm),
     )
+
+
+def _traffic(steps: Sequence[DryStep]) -> tuple[float, float]:
+    """Bytes that a rank sends and receives in a step, the mean over kinds of steps."""
+    return (
+        math.fsum(step.share * one.sent for step in steps for one in step.transfers),
+        math.fsum(step.share * one.received for step in steps for one in step.transfers),
+    )
+
+
+def _note(kinds: Sequence[DryStep]) -> str:
+    share = sum(step.share for step in kinds if step.transfers)
+    if len(kinds) == 1:
+        return ""
+    return f"{100 * share:.3g} % of the steps exchange weights; bytes and ms are the mean of a step"
 
 
 def _beside(card: Card, degrees: Degrees, gpus: int) -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import shutil
+import textwrap
 from collections.abc import Sequence
 
 from allhands.planning.forecast import Prediction
@@ -47,11 +48,15 @@ def text_of(
     reasons = [f"{row.name}: {row.why_not}" for row in rows if row.why_not]
     if reasons:
         lines += ["not possible:", *(f"  {reason}" for reason in reasons), ""]
-    lines.append(assumptions)
+    notes = [f"{row.name}: {note}" for row in rows if (note := _note(row))]
+    lines += [_wrapped(note, wide) for note in [*notes, assumptions]]
     if best is None:
         lines.append(f"nothing fits; {_advice(rows)}")
     else:
-        lines += ["", f"the fastest that fits: {best.name}. In a run file:", ""]
+        passed = [row.name for row in rows[: rows.index(best)] if row.fits]
+        more = f", which trains as one process does (unlike {', '.join(passed)})" if passed else ""
+        said = f"the fastest that fits: {best.name}{more}. In a run file:"
+        lines += ["", _wrapped(said, wide), ""]
         lines += [f"    {line}" for line in run_file.splitlines()]
     return "\n".join(lines)
 
@@ -91,6 +96,18 @@ def _cells(row: Prediction) -> list[str]:
         f"{100 * row.efficiency:.0f} %",
         f"{row.samples_per_second:,.0f}",
     ]
+
+
+def _wrapped(text: str, width: int) -> str:
+    return textwrap.fill(text, width, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def _note(row: Prediction) -> str:
+    """What is to be known of a row beside its numbers."""
+    if row.refused:
+        return ""
+    notes = [row.note, "" if row.exact else "the result is not that of one process"]
+    return "; ".join(filter(None, notes))
 
 
 def _advice(rows: Sequence[Prediction]) -> str:

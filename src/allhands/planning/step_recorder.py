@@ -33,6 +33,8 @@ _DEVICE = torch.ops.prim.device.default
 GroupRanks = dict[str, tuple[int, ...]]
 
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
+# Before the step that is looked at.
+MADE = "made"
 ELSEWHERE = "elsewhere"
 
 
@@ -104,7 +106,11 @@ class Storages:
                 self._at_peak = list(self._alive.values())
 
     def forget(self) -> None:
-        """Begin anew with the most that is held."""
+        """Begin anew with the most that is held, which was made before what follows."""
+        self._alive = {
+            key: (number, size, phase if phase == ELSEWHERE else MADE)
+            for key, (number, size, phase) in self._alive.items()
+        }
         self.peak, self._noted, self._at_peak = self.held, self.held, list(self._alive.values())
 
     def by_kind(self, kinds: dict[str, set[int]]) -> dict[str, int]:
@@ -148,6 +154,11 @@ class StepRecorder(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled in it, and to say so takes as long as an operation
+
+    def forget(self) -> None:
+        """Begin anew with what is held, and no events."""
+        self.storages.forget()
+        self.events = []
 
     @property
     def phase_now(self) -> str:

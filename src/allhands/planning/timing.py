@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from allhands.comm.traffic import Collective
 from allhands.planning.dry_step import DryStep
@@ -37,6 +38,15 @@ class StepTime:
     @property
     def total(self) -> float:
         return self.compute + self.waiting + self.bubble + self.launch
+
+
+def mean_time(kinds: Sequence[tuple[float, StepTime]]) -> StepTime:
+    """The mean over kinds of steps, each with its share of all."""
+
+    def mean(part: str) -> float:
+        return math.fsum(share * getattr(time, part) for share, time in kinds)
+
+    return StepTime(*(mean(field.name) for field in fields(StepTime)))
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,7 @@ class Exchange:
         gradient_scale: what to multiply each rank's share of the loss by, because of how the
             exchange combines gradients. With fp16 it is 1: a larger loss would overflow at a
             smaller scale than that of one process.
+        states_elsewhere: tensors of the optimizer's state here that the optimizer does not hold.
         updated_elsewhere: the parameters with whole gradients here that other ranks update.
         before_step: where `exchange_all` takes the optimizer's step, called before each with the
             exchanged gradients in the parameters; for looking only, and slow.
@@ -103,6 +104,7 @@ class Exchange:
     after_backward = False
     passes: Passes | None = None
     gradient_scale = 1.0
+    states_elsewhere: Iterable[torch.Tensor] = ()
     updated_elsewhere: Iterable[nn.Parameter] = ()
     before_step: Callable[[], None] | None = None
     notes: Sequence[str] = ()

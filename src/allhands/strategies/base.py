@@ -117,6 +117,12 @@ class Strategy(ABC):
         norm."""
         return self.exact
 
+    def kinds_of_step(self) -> tuple[list[int], dict[int, int]]:
+        """Steps that stand for all of a training, by their numbers from 0: those to take first,
+        after which nothing new is held, and one of each kind, with how many steps of a period are
+        like it."""
+        return [0], {1: 1}
+
     def regroup_refused(self) -> str | None:
         """Why a training cannot go on where members of its world change, bound to model and
         optimizer anew, as a sentence with what to write; None where it can."""

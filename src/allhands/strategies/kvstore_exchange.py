@@ -231,6 +231,11 @@ class KVStoreExchange(Exchange):
             ]
         self._stale: list[float] = []
 
+    @property
+    def states_elsewhere(self) -> list[torch.Tensor]:  # type: ignore[override]
+        store = self.stored.store
+        return store.held_states() if isinstance(store, CollectiveStore) else []
+
     def begin(self, step: int) -> None:
         self.stored.open(step)
 

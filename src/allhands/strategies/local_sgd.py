@@ -16,7 +16,7 @@ from allhands.step.loss import LossRule
 from allhands.strategies.alike import refuse_going_on
 from allhands.strategies.base import BIND_OPTIONS, BindOptions, Bound, Strategy
 from allhands.strategies.local_sgd_exchange import LocalSGDExchange
-from allhands.strategies.local_sgd_fragments import layers_of
+from allhands.strategies.local_sgd_fragments import layers_of, offsets_of
 from allhands.strategies.local_sgd_replicas import LocalReplicas
 from allhands.strategies.local_sgd_settings import LocalSGDSettings
 from allhands.strategies.local_sgd_state import LocalSGDState
@@ -85,6 +85,15 @@ class LocalSGD(LocalSGDSettings, Strategy):
             group["momentum"] for group in optimizer.param_groups
         )
         return averages and plain and not step_hooks(optimizer) and clip_norm is None
+
+    def kinds_of_step(self) -> tuple[list[int], dict[int, int]]:
+        offsets = offsets_of(self.fragments, self.every)
+        first = sorted((offset - 1) % self.every for offset in offsets)
+        kinds = {self.every + number: 1 for number in first}
+        plain = set(range(self.every, 2 * self.every)) - set(kinds)
+        if plain:
+            kinds[min(plain)] = len(plain)
+        return first, kinds
 
     def check_settings(self, settings: Any) -> None:
         if callable(getattr(settings.optimizer, "eval", None)):

@@ -100,6 +100,11 @@ def layers_of(model: nn.Module) -> list[list[tuple[str, nn.Parameter]]]:
     return list(layers.values())
 
 
+def offsets_of(count: int, every: int) -> list[int]:
+    """Of each of `count` fragments, after which steps modulo `every` it is exchanged."""
+    return [(number + 1) * every // count % every for number in range(count)]
+
+
 def cut_in_fragments(
     layers: Sequence[Sequence[tuple[str, nn.Parameter]]], count: int, every: int
 ) -> list[Fragment]:
@@ -121,9 +126,10 @@ def cut_in_fragments(
     for starts in reversed(cuts):
         bounds.insert(0, starts[bounds[0]])
     fragments = []
-    for number, (first, end) in enumerate(itertools.pairwise([0, *bounds])):
+    pieces = itertools.pairwise([0, *bounds])
+    for (first, end), offset in zip(pieces, offsets_of(count, every), strict=True):
         named = [pair for layer in layers[first:end] for pair in layer]
-        fragments.append(Fragment(named, (number + 1) * every // count % every))
+        fragments.append(Fragment(named, offset))
     return fragments
 
 
