@@ -49,6 +49,14 @@ def plan(
             show_default=False,
         ),
     ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            "--plot",
+            help="Also draw time and memory over 1 to 10,000 GPUs into this file (png, svg, pdf).",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """Predict the memory, traffic and speed of a training by each strategy.
@@ -57,6 +65,10 @@ def plan(
     fastest that fits first, and its lines for the run file.
     """
     run_file = read_checked(config, list(overrides or ()))
+    if plot is not None:
+        from allhands.report.figures import require_matplotlib
+
+        require_matplotlib("--plot")
     from allhands.planning.plan import plan as plan_training
     from allhands.world.cores import cores
 
@@ -75,7 +87,9 @@ def plan(
         from allhands.planning.operation_times import write_times
 
         write_times(profile, times)
-    print(json.dumps(found.to_dict()) if as_json else found)
+    print(json.dumps(found.to_dict()) if as_json else found, flush=True)
+    if plot is not None:
+        found.plot(plot)
     return 0
 
 

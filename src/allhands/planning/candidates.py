@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from allhands.strategies import (
@@ -40,6 +40,19 @@ class Candidate:
         options = [_short(key, value) for key, value in self.lines.items() if key != "name"]
         words = [str(self.lines["name"]), *options, *(["recompute"] if self.recompute else [])]
         return " ".join(words)
+
+    def family(self, gpus: int) -> str:
+        """It without numbers, which change with the number of workers: ``tensor x ddp``."""
+        if not isinstance(self.strategy, Mesh):
+            return replace(self, recompute=False).name
+        degrees = self.degrees(gpus)
+        axes = {
+            "pipeline": degrees.pp,
+            "tensor": degrees.tp,
+            "fsdp": degrees.shard,
+            "ddp": degrees.replicate,
+        }
+        return " x ".join(name for name, count in axes.items() if count > 1)
 
     def degrees(self, gpus: int) -> Degrees:
         """How many workers lie along each axis."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -12,12 +13,14 @@ import yaml
 from allhands.checks import check_whole
 from allhands.errors import UserError
 from allhands.planning.candidates import Candidate, candidates
-from allhands.planning.dry_step import DryStep, Workload, dry_steps
+from allhands.planning.derived_steps import Taken, taken
+from allhands.planning.dry_step import DryStep, Workload
 from allhands.planning.forecast import Prediction
 from allhands.planning.forked import in_forked
 from allhands.planning.machines import Card, Links, bytes_of, card_named, links_named
 from allhands.planning.operation_times import OperationTimes
 from allhands.planning.plan_text import text_of
+from allhands.planning.scaling import SIZES, ScalingPlan, scaling
 from allhands.planning.step_recorder import GroupRanks
 from allhands.planning.timing import (
     CAPTURED_S,
@@ -27,6 +30,7 @@ from allhands.planning.timing import (
     pipeline_time,
     step_time,
 )
+from allhands.report.figures import require_matplotlib
 from allhands.strategies.degrees import Degrees
 
 # Memory that the process itself takes of a card beside PyTorch's tensors: the CUDA context, and the
@@ -58,6 +62,7 @@ class TrainingPlan:
     gpus: int
     card: Card
     assumptions: str
+    _over: Callable[[Sequence[int]], ScalingPlan] = field(repr=False, compare=False)
 
     @property
     def best(self) -> Prediction | None:
@@ -71,6 +76,31 @@ class TrainingPlan:
         if self.best is None:
             return ""
         return yaml.safe_dump(self.best.lines, sort_keys=False)
+
+    def over(self, gpus: Sequence[int] = SIZES) -> ScalingPlan:
+        """The same training on other numbers of GPUs; takes a few times as long as this plan.
+
+        Args:
+            gpus: the numbers; by default ten from 1 to 10,000. Strategies of the plan that were
+                named are not looked at, but all that may be.
+        """
+        return self._over(gpus)
+
+    def plot(self, path: str | Path | None = None, gpus: Sequence[int] = SIZES) -> Any:
+        """Draw the time of a step and the memory of each strategy over the number of GPUs.
+
+        Args:
+            path: where to write the picture, as .png, .svg or .pdf; None writes none.
+            gpus: as for `over`.
+
+        Returns:
+            A ``matplotlib.figure.Figure``.
+
+        Raises:
+            UserError: matplotlib is not installed, or the file cannot be written.
+        """
+        require_matplotlib()
+        return self.over(gpus).plot(path)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it in plain data: bytes, seconds and samples a second."""
@@ -159,22 +189,30 @@ def plan(
     )
     times = times or OperationTimes(chosen)
 
-    def look(one: Candidate) -> tuple[list[Prediction], int]:
-        before = times.by_peaks
-        found = [_predict(workload, one, gpus, per_host, times, links, limit)]
+    def look(one: Candidate, number: int = gpus, take: Taken = taken) -> list[Prediction]:
+        found = [_predict(workload, one, number, per_host, times, links, limit, take)]
         if strategies is None and not found[0].refused and not found[0].fits:
             again = replace(one, recompute=True)
-            found.append(_predict(workload, again, gpus, per_host, times, links, limit))
-        return found, times.by_peaks - before
+            found.append(_predict(workload, again, number, per_host, times, links, limit, take))
+        return found
 
+    def look_alone(one: Candidate) -> tuple[list[Prediction], int]:
+        before = times.by_peaks
+        return look(one), times.by_peaks - before
+
+    def over(numbers: Sequence[int]) -> ScalingPlan:
+        return scaling(look, numbers, per_host, limit, chosen.name, at_once)
+
+    at_once = 1 if times.device is not None else processes
     ways = list(candidates(gpus, per_host) if strategies is None else strategies)
-    seen = in_forked(look, ways, 1 if times.device is not None else processes)
+    seen = in_forked(look_alone, ways, at_once)
     rows = [row for found, _ in seen for row in found]
     by_peaks = sum(count for _, count in seen)
     rows.sort(key=lambda row: (not row.fits, bool(row.refused), -row.samples_per_second))
     if all(row.refused for row in rows):
         raise UserError(f"no strategy can train this on {gpus} GPUs: {rows[0].refused}")
-    return TrainingPlan(rows, gpus, chosen, _assumptions(chosen, link, per_host, times, by_peaks))
+    assumed = _assumptions(chosen, link, per_host, times, by_peaks)
+    return TrainingPlan(rows, gpus, chosen, assumed, over)
 
 
 def samples_of(runner: Any, batch: Any) -> int:
@@ -199,6 +237,7 @@ def _predict(
     times: OperationTimes,
     links: Links,
     limit: float,
+    take: Taken,
 ) -> Prediction:
     strategy, degrees = candidate.strategy, candidate.degrees(gpus)
     samples = workload.samples * workload.accumulate * degrees.dp
@@ -209,13 +248,13 @@ def _predict(
     ranks = [0, gpus - 1] if degrees.pp > 1 else [0]
     try:
         strategy.check_size(gpus)
-        taken = [dry_steps(workload, strategy, gpus, rank, per_host) for rank in ranks]
+        steps_of_ranks = [take(workload, candidate, gpus, rank, per_host) for rank in ranks]
     except (UserError, ValueError) as error:
         return Prediction(candidate.name, lines, {}, None, 0.0, 0.0, samples, limit, str(error))
-    fullest = max((step for steps in taken for step in steps), key=lambda step: step.peak)
+    fullest = max((step for steps in steps_of_ranks for step in steps), key=lambda step: step.peak)
     own = _beside(times.card, degrees, gpus)
     found = []
-    for steps in zip(*taken, strict=True):  # those of one kind, on each rank
+    for steps in zip(*steps_of_ranks, strict=True):  # those of one kind, on each rank
         launch = CAPTURED_S if steps[0].captured else EAGER_S
         places = [_places(step.groups, per_host, degrees) for step in steps]
         if degrees.pp > 1:
@@ -226,7 +265,7 @@ def _predict(
         else:
             seconds = step_time(steps[0], times, links, places[0], launch)
         found.append((steps[0].share, seconds))
-    sent, received = max(map(_traffic, taken))
+    sent, received = max(map(_traffic, steps_of_ranks))
     return Prediction(
         candidate.name,
         lines,
@@ -236,7 +275,7 @@ def _predict(
         received,
         samples,
         limit,
-        note=_note(taken[0]),
+        note=_note(steps_of_ranks[0]),
         exact=strategy.exact_for(workload.optimizer, workload.clip_norm),
     )
 
