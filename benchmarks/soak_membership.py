@@ -117,6 +117,11 @@ def training(folder: Path) -> list[int]:
     return pids
 
 
+def last_step(folder: Path) -> float:
+    """When a worker took the newest step, by the system's clock; 0 before the first."""
+    return max((path.stat().st_mtime for path in folder.glob("trains-*")), default=0.0)
+
+
 def disturb(
     job: subprocess.Popen[bytes],
     folder: Path,
@@ -126,15 +131,15 @@ def disturb(
     leaves: int,
     seconds: float,
 ) -> dict[str, int]:
-    """Let workers die, so many times, or until the job is ended after `seconds`; how often, by
-    kind. Then let it come to its end."""
-    ends = time.monotonic() + seconds
+    """Let workers die, so many times; how often, by kind. Then let the job come to its end. It is
+    ended where nobody takes a step for so many `seconds`."""
+    began = time.time()
     done = {"SIGKILL": 0, "SIGSTOP": 0, "SIGTERM": 0}
     gone: set[int] = set()
     while job.poll() is None:
         if sum(done.values()) >= events:
             (folder / "done").touch()
-        if time.monotonic() > ends:
+        if time.time() > max(began, last_step(folder)) + seconds:
             job.terminate()
             job.wait()
             break
@@ -243,7 +248,9 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--gap", type=float, default=2.0, help="mean seconds between two events")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="the longest it may take")
+    parser.add_argument(
+        "--seconds", type=float, default=300.0, help="the longest time without a step"
+    )
     parser.add_argument("--every", type=int, default=0, help="steps between exchanges (local_sgd)")
     parser.add_argument("--save", help="name of a file of results")
     given = parser.parse_args()

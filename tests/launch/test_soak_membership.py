@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "soak_membership.py"
 
 
 def test_twenty_events_change_nothing(mark: str) -> None:
-    words = ("--events", "20", "--workers", "3", "--gap", "0.5", "--seconds", "360")
+    words = ("--events", "20", "--workers", "3", "--gap", "0.5", "--seconds", "120")
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *words],
         cwd=SCRIPT.parent,
