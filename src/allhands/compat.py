@@ -129,6 +129,13 @@ def forget_groups() -> None:
 _aborted: list[Any] = []
 
 
+def forget_meshes() -> None:
+    """Let go of what DTensor remembers of meshes: one of other groups may be equal to a new one."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+
+
 def set_group_timeout(seconds: float, group: Any = None) -> None:
     """Set how long an operation of a process group waits, None is the default one; PyTorch takes
     one number for that and for connecting."""

@@ -108,6 +108,59 @@ def test_workers_that_are_added_take_part_though_none_is_missing_and_before_spar
     assert not job.is_spare(2)
 
 
+def test_workers_that_hold_a_copy_of_a_model_together_leave_and_join_together() -> None:
+    store = Store()
+    job = members(store, 6)
+    job.lay_out(copy_size=2, copy_runs=1)
+    assert job.left_without([3]) == [0, 1, 4, 5]
+    assert job.left_without([1, 2, 5]) == []
+    assert job.lose(3, "rank 3: killed") == [2]
+    assert store.changes[-1] == {
+        "epoch": 1,
+        "members": [0, 1, 4, 5],
+        "lost": ["rank 3: killed, and with it rank 2 of its copy of the model"],
+        "joined": [],
+        "apart": [2],
+    }
+    assert job.lose(2, "it has left") == [], "it is no member any more"
+    job.take_up(0, 1)
+    job.ask_to_join(3)
+    assert len(store.changes) == 1, "one alone makes no copy"
+    job.ask_to_join(2)
+    assert store.changes[-1] == {
+        "epoch": 2,
+        "members": [0, 1, 4, 5, 3, 2],
+        "lost": [],
+        "joined": [3, 2],
+    }
+    # One of the new ones is lost before anybody has taken it up: the other waits again.
+    assert job.lose(3, "lost") == []
+    assert store.changes[-1]["members"] == [0, 1, 4, 5]
+    job.take_up(0, 3)
+    job.ask_to_join(3)
+    assert store.changes[-1]["members"] == [0, 1, 4, 5, 2, 3]
+
+
+def test_stages_of_a_pipeline_stay_in_the_order_of_the_ranks() -> None:
+    store = Store()
+    job = members(store, 4)
+    job.lay_out(copy_size=2, copy_runs=2)  # ranks 0, 2 and 1, 3
+    assert job.lose(0, "lost") == [2]
+    assert store.changes[-1]["members"] == [1, 3]
+    job.take_up(1, 1)
+    job.ask_to_join(2)
+    job.ask_to_join(0)
+    assert store.changes[-1]["members"] == [1, 2, 3, 0], "stage 0 of both, and stage 1 of both"
+
+
+def test_a_worker_that_has_come_to_its_end_leaves_alone() -> None:
+    store = Store()
+    job = members(store, 4)
+    job.lay_out(copy_size=2, copy_runs=1)
+    assert job.lose(0, "rank 0 has come to its end", at_end=True) == []
+    assert store.changes[-1]["members"] == [1, 2, 3]
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

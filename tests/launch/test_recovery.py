@@ -290,7 +290,8 @@ class Stage:
         self.workers = {
             rank: Worker(rank, agent.host) for agent in self.agents for rank in agent.ranks
         }
-        tasks = [[{"rank": rank, "env": {}} for rank in there] for there in ranks]
+        env = {"TORCHELASTIC_RESTART_COUNT": "0"}
+        tasks = [[{"rank": rank, "env": env} for rank in there] for there in ranks]
         self.recovery.begin(self.agents, self.workers, tasks, Output(), grace=5.0)
 
     def lose(self, host: int) -> list[int]:
@@ -324,8 +325,8 @@ def test_restarts_are_counted_together_and_only_while_they_help() -> None:
         stage.workers[rank].exit, stage.workers[rank].exit_at = {"code": 7}, 5.0
     stage.recovery.act()
     assert [asked["worker"]["env"] for asked in stage.sent] == [
-        {"ALLHANDS_WORKER_RESTART": "1"},
-        {"ALLHANDS_SERVER_RESTART": "1"},
+        {"TORCHELASTIC_RESTART_COUNT": "0", "ALLHANDS_WORKER_RESTART": "1"},
+        {"TORCHELASTIC_RESTART_COUNT": "0", "ALLHANDS_SERVER_RESTART": "1"},
     ]
     assert {worker.rank for worker in stage.recovery.blamed()} == {-2, 1}
     late = Stage((0,), server_restarts=1)
@@ -334,6 +335,32 @@ def test_restarts_are_counted_together_and_only_while_they_help() -> None:
     late.workers[-1].exit = {"code": 7}
     late.recovery.act()
     assert late.sent == [], "no worker is left that needs it"
+
+
+@pytest.mark.parametrize(
+    ("text", "starts"),
+    [
+        ("RuntimeError: gloo: Connection reset by peer", True),
+        ("WorldError: the members of the world have changed again", True),
+        ("WorldError: this worker cannot take part: its script is another version", False),
+    ],
+)
+def test_one_that_is_interrupted_as_it_joins_is_started_again(text: str, starts: bool) -> None:
+    stage = Stage((), elastic=True, max_restarts=9)
+    members = stage.recovery.members
+    stage.workers[1].note("exit", {"signal": 9, "own": True}, 1.0)
+    stage.recovery.act()
+    members.take_up(0, 1)
+    members.ask_to_join(1)
+    assert members.ranks == [0, 1]
+    assert not members.trains(1)
+    stage.sent.clear()
+    worker = stage.workers[1]
+    worker.note("raised", {"value": {"text": text}}, 1.0)
+    worker.note("exit", {"code": 1, "own": True}, 1.0)
+    stage.recovery.act()
+    assert any(asked["op"] == "again" for asked in stage.sent) == starts
+    assert not stage.recovery.blamed()
 
 
 @pytest.mark.parametrize(

@@ -97,35 +97,39 @@ def _no_rows(parameter: torch.Tensor) -> torch.Tensor:
     )
 
 
-def broadcast_ints(values: Sequence[int] | None, world: World, source: int = 0) -> list[int]:
-    """Rank `source`'s list of integers, on every rank; the others pass ``None``."""
+def broadcast_ints(
+    values: Sequence[int] | None, world: World, source: int = 0, group: Any = None
+) -> list[int]:
+    """Rank `source`'s list of integers, on every rank of a group, all by default; the others pass
+    ``None``."""
     if world.world_size == 1:
         return list(values or ())
     length = torch.tensor(
         [len(values) if values is not None else 0], dtype=torch.int64, device=world.device
     )
-    dist.broadcast(length, source)
+    dist.broadcast(length, source, group)
     if world.rank == source:
         data = torch.tensor(values, dtype=torch.int64, device=world.device)
     else:
         data = torch.empty(int(length), dtype=torch.int64, device=world.device)
-    dist.broadcast(data, source)
+    dist.broadcast(data, source, group)
     return data.tolist()
 
 
-def broadcast_bytes(data: bytes, world: World, source: int) -> bytes:
-    """Rank `source`'s bytes, on every rank; what the others pass is not used."""
+def broadcast_bytes(data: bytes, world: World, source: int, group: Any = None) -> bytes:
+    """Rank `source`'s bytes, on every rank of a group, all by default; what the others pass is not
+    used."""
     if world.world_size == 1:
         return data
     own = world.rank == source
-    (length,) = broadcast_ints([len(data)] if own else None, world, source)
+    (length,) = broadcast_ints([len(data)] if own else None, world, source, group)
     if not length:
         return b""
     if own:
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(world.device)
     else:
         sent = torch.empty(length, dtype=torch.uint8, device=world.device)
-    dist.broadcast(sent, source)
+    dist.broadcast(sent, source, group)
     return data if own else sent.cpu().numpy().tobytes()
 
 
@@ -134,6 +138,7 @@ def broadcast_new(
     forms: Sequence[tuple[Sequence[int], torch.dtype]],
     world: World,
     source: int,
+    group: Any = None,
 ) -> list[torch.Tensor]:
     """Rank `source`'s tensors on every rank, in few large messages. The others make them.
 
@@ -142,6 +147,7 @@ def broadcast_new(
         forms: shape and dtype of each, on all ranks.
         world: the ranks.
         source: the rank that has them.
+        group: of the ranks that get them; None: all.
 
     Returns:
         On rank `source` `given`; else new tensors on the world's device, views of the messages.
@@ -157,7 +163,7 @@ def broadcast_new(
         else:
             flat = joined(given[number] for number in numbers).to(world.device)
         if len(flat):
-            dist.broadcast(flat.view(torch.uint8), source)  # gloo and nccl know few dtypes
+            dist.broadcast(flat.view(torch.uint8), source, group)  # gloo and nccl know few dtypes
         if given is None:
             for number, part in zip(numbers, flat.split(sizes), strict=True):
                 found[number] = part.view(list(forms[number][0]))

@@ -15,6 +15,8 @@ from allhands.launch.lines import LineCutter
 from allhands.launch.protocol import CHUNK, text_of
 from allhands.wire import LineReader
 
+# What a worker reports that the launcher is told.
+_EVENTS = ("raised", "leaving", "returned", "message", "loaded", "joining", "laid_out", "taken_up")
 # Seconds a worker may be in the stopped state before that counts as a failure.
 STOPPED_FOR = 5.0
 
@@ -88,7 +90,7 @@ class Child:
             send(event="begun", rank=self.rank)
             return
         age = time.monotonic() - message.pop("at", time.monotonic())
-        for event in ("raised", "leaving", "returned", "message", "loaded", "joining", "taken_up"):
+        for event in _EVENTS:
             if event in message:
                 send(event=event, rank=self.rank, value=message[event], age=age)
 

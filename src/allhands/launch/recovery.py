@@ -37,6 +37,7 @@ class _Excuse:
     since: float
     killed: bool = False
     settled: bool = False  # its process is gone, and that was told
+    with_copy: bool = False  # it leaves, as its copy of the model has lost another worker
 
 
 class Recovery:
@@ -148,18 +149,19 @@ class Recovery:
     def excused(self) -> list[Worker]:
         """The workers that failed, and without which the others went on."""
         return [
-            self._workers[rank] for rank, excuse in self._excused.items() if excuse.then == CONTINUE
+            self._workers[rank]
+            for rank, excuse in self._excused.items()
+            if excuse.then == CONTINUE and not excuse.with_copy
         ]
 
     def left_on_request(self) -> int | None:
         """The signal after which the first worker left that stopped on request, of those that the
         others did not go on without; None where there is none."""
-        excused = self.excused()
         asked = [
             (worker.left_at(), number)
             for worker in self._workers.values()
             if not worker.is_server
-            and worker not in excused
+            and worker.rank not in self._excused
             and (number := worker.stopped_after()) is not None
         ]
         return min(asked)[1] if asked else None
@@ -168,12 +170,12 @@ class Recovery:
         """Whether all that the job does is done, and only processes are left that serve, or wait
         for their turn."""
         if self.elastic:
-            ranks = self.members.ranks
+            ranks = self.members.ranks  # none, where one was about to join as the others ended
         elif any(worker.is_server for worker in self._workers.values()):
             ranks = [rank for rank in self._workers if rank >= 0]
         else:
             return False
-        return bool(ranks) and all(self.is_over(self._workers[rank]) for rank in ranks)
+        return all(self.is_over(self._workers[rank]) for rank in ranks)
 
     def act(self) -> None:
         """See to what has failed. To be called while no process is being stopped."""
@@ -183,7 +185,8 @@ class Recovery:
             # One that has come to its end does not meet the others, who repeat what it has done.
             for rank in list(self.members.ranks):
                 if self._workers[rank].exit == {"code": 0}:
-                    self.members.lose(rank, f"{self._workers[rank].name} has come to its end")
+                    why = f"{self._workers[rank].name} has come to its end"
+                    self.members.lose(rank, why, at_end=True)
         agents = {rank: agent for agent in self._agents for rank in agent.ranks}
         # Workers before servers, which are of use only while workers run.
         for rank in sorted(agents, key=lambda rank: (rank < 0, abs(rank))):
@@ -223,12 +226,17 @@ class Recovery:
 
     def _verdict_in_elastic(self, worker: Worker, agent: AgentHandle) -> str:
         members = self.members.ranks
-        if worker.raised is not None and not self.members.trains(worker.rank):
+        begins = not self.members.trains(worker.rank)
+        if worker.raised is not None and begins and not worker.is_echo:
             return CONTINUE  # it does not fit the others, and would not when started again
         if worker.rank in members:
-            left = [rank for rank in members if rank not in self._excused and rank != worker.rank]
+            left = self.members.left_without([*self._excused, worker.rank])
             # An exception would be raised again by those that are left.
-            if worker.raised is not None or not left:
+            if worker.raised is not None and not begins:
+                return STOP
+            if not left:
+                if self.members.copy_size > 1:
+                    self._say("no whole copy of the model is left, so that the workers end")
                 return STOP
             if agent.lost and agent is self._agents[0]:
                 return STOP  # the store is lost with it
@@ -262,6 +270,15 @@ class Recovery:
         self.restarts += 1
         return RESTART
 
+    def _lose(self, worker: Worker) -> None:
+        """A worker of an elastic job is gone, and with it those of its copy of the model."""
+        why = f"{worker.name} on {worker.host}: {worker.cause()}"
+        may_come_back = self._missed is None and bool(self.max_restarts or self._spares)
+        for rank in self.members.lose(worker.rank, why):
+            if rank not in self._excused:
+                then = RESTART if may_come_back else CONTINUE
+                self._excused[rank] = _Excuse(then, time.monotonic(), with_copy=True)
+
     def _see_to(self, worker: Worker, agent: AgentHandle, excuse: _Excuse) -> None:
         if worker.exit is None and worker.lost is None:
             # One that has raised an exception is about to end by itself, and may still print.
@@ -275,8 +292,10 @@ class Recovery:
         excuse.settled = True
         worker.tail = self._output.tail(worker.rank)
         if self.elastic:
-            self.members.lose(worker.rank, f"{worker.name} on {worker.host}: {worker.cause()}")
-        if excuse.then == RESTART:
+            self._lose(worker)
+        if excuse.with_copy:
+            self._see_to_copy(worker, agent, excuse)
+        elif excuse.then == RESTART:
             self._start_again(worker, agent)
         else:
             then = "the others go on"
@@ -288,8 +307,22 @@ class Recovery:
                 )
             self._say(describe_excused(worker, then, self._output.log_path(worker.rank)))
 
+    def _see_to_copy(self, worker: Worker, agent: AgentHandle, excuse: _Excuse) -> None:
+        """A worker has left whose copy of the model has lost another one."""
+        if agent.lost or self._has_left(worker):
+            excuse.then = CONTINUE
+        starts = excuse.then == RESTART
+        then = (
+            "started again, and takes part once a copy is whole" if starts else "the others go on"
+        )
+        self._say(
+            f"{worker.name} on host {worker.host} left, as its copy of the model has lost another "
+            f"worker; {then}"
+        )
+        if starts:
+            self._begin_again(worker, agent)
+
     def _start_again(self, worker: Worker, agent: AgentHandle) -> None:
-        rank = worker.rank
         number, most = (
             (self._restarted_servers, self.server_restarts)
             if worker.is_server
@@ -298,6 +331,10 @@ class Recovery:
         self._say(
             describe_excused(worker, f"started again ({number} of {most})", None, with_tail=False)
         )
+        self._begin_again(worker, agent)
+
+    def _begin_again(self, worker: Worker, agent: AgentHandle) -> None:
+        rank = worker.rank
         self._counts[rank] = self._counts.get(rank, 0) + 1
         task = self._tasks[rank]
         joins = {JOINS: "1"} if self.elastic else {}

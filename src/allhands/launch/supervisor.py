@@ -337,6 +337,8 @@ class Supervisor(AgentGroup):
                 self.on_message(worker.rank, event["value"])
         elif kind == "joining":
             self.recovery.members.ask_to_join(worker.rank)
+        elif kind == "laid_out":
+            self.recovery.members.lay_out(*event["value"])
         elif kind == "taken_up":
             self.recovery.members.take_up(worker.rank, event["value"])
         elif kind == "loaded":

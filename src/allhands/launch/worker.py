@@ -93,6 +93,12 @@ def ask_to_join() -> None:
     _report({"joining": True})
 
 
+def lay_out(copy_size: int, copy_runs: int) -> None:
+    """Tell the launcher of an elastic job that so many workers hold the model once, together, and
+    in how many runs of consecutive ranks."""
+    _report({"laid_out": [copy_size, copy_runs]})
+
+
 def take_up(epoch: int) -> None:
     """Tell the launcher of an elastic job that this process trains in the membership of this
     number."""

@@ -26,6 +26,8 @@ _LOST_PEER = (
     "Connection was likely closed",
     "remote process exit",
     "ncclRemoteError",
+    "the process group was aborted, as a worker is lost",
+    "the members of the world have changed again",
 )
 
 _STATES = {

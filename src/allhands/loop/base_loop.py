@@ -262,8 +262,7 @@ class BaseLoop(BoundLoop):
         else:  # the means are those since the last evaluation
             measure.where = f"{self.period} {self.epoch + 1}"
         self._steps.clear()
-        for group in self.groups.values():
-            group.train()
+        self.train_groups()
         if self._resumed:
             self._resumed = False
             self.checkpoints.continue_epoch(position)

@@ -49,6 +49,8 @@ class BoundLoop(GroupedLoop, ABC):
     counts: bool
     slices: Any
     task: Task
+    #: Called after the strategy is bound: the modules to call may be others.
+    rebound: Callable[[], None] = staticmethod(lambda: None)
     # The logical workers that this rank trains, where they are more than ranks may be; and by
     # loader, the feeds of all but the first of them.
     _of_replicas: range | None = None
@@ -129,6 +131,9 @@ class BoundLoop(GroupedLoop, ABC):
             if feed.own_collate
         }
         self._steps.clear()
+        if elastic is not None:
+            elastic.tell_layout(placement)
+        self.rebound()
 
     def _feeds(
         self, sources: dict[str, Source], place: tuple[int, int], compared: bool = False

@@ -14,6 +14,7 @@ from allhands.data.feed import InMemoryFeed
 from allhands.data.loaders import LoaderFeed
 from allhands.data.sources import Sequential, Shuffled
 from allhands.errors import WorldError
+from allhands.launch import worker
 from allhands.loop.elastic_units import ElasticUnits
 from allhands.loop.shared_measures import SharedMeasures
 from allhands.loop.standing import Standing
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from allhands.loop.bound_loop import BoundLoop
     from allhands.loop.optimizer_group import OptimizerGroup
     from allhands.step import OptimizerStep
+    from allhands.step.exchange import Placement
 
 
 class Elastic(ElasticUnits):
@@ -109,7 +111,7 @@ class Elastic(ElasticUnits):
             if strategy.parted and callable(getattr(group.optimizer, "eval", None)):
                 kind = type(group.optimizer).__name__
                 return f"{kind} evaluates other weights than it trains; write DDP()"
-            if why := strategy.regroup_refused():
+            if why := strategy.regroup_refused() or self._refused_in_parts(group):
                 return why
             if self.replicas is None and strategy.replicas(self.began_with) is not None:
                 return f"strategy '{strategy.name}' is repeated with one optimizer, not several"
@@ -121,6 +123,39 @@ class Elastic(ElasticUnits):
             if self.replicas is not None and feed.own_collate:
                 return f"loader '{feed.name}' has a collate_fn, whose rows one rank alone counts"
         return ""
+
+    def tell_layout(self, placement: Placement) -> None:
+        """Tell the launcher which workers hold a copy of the model together; a single copy is lost
+        with any of them."""
+        if placement.copy_size < self.began_with:
+            worker.lay_out(placement.copy_size, placement.copy_runs)
+        else:
+            worker.lay_out(1, 1)
+
+    def _refused_in_parts(self, group: OptimizerGroup) -> str | None:
+        """The same of a model of which each rank holds a part."""
+        placement, settings = group.placement, group.settings
+        if placement.copy_size == 1:
+            return None
+        name = group.strategy.in_words()
+        if placement.copy_size == self.began_with:
+            return (
+                f"strategy '{name}' keeps parts of one copy of the model on the workers, which are "
+                "lost with one; with a second copy the whole one goes on: "
+                "Mesh(dp={'replicate': 2, …}), and twice the workers"
+            )
+        if settings.step == "compile":
+            return "what is compiled is lost with the parts of the model; write step='auto'"
+        if settings.activation_checkpointing:
+            return (
+                "activation_checkpointing is set up once, and parts of the model are made anew; "
+                "leave it out, or write FSDP(activation_checkpointing=True)"
+            )
+        if kept := self.loop.checkpoints.keeps_parts():
+            return (
+                f"{kept} keeps tensors in parts as the model's, which are made anew; leave it out"
+            )
+        return None
 
     def lost_for_good(self) -> str:
         for group in self.loop.groups.values():

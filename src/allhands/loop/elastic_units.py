@@ -8,6 +8,7 @@ was interrupted.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -189,6 +190,8 @@ class ElasticUnits(ABC):
                 if error is None:
                     return False
                 raise error
+            if self.regrouping.is_apart(membership):
+                self._leave_copy(membership)
             if refused:
                 raise WorldError(
                     f"{'; '.join(membership.lost)} was lost, and the training cannot go on without "
@@ -208,6 +211,23 @@ class ElasticUnits(ABC):
         lost = self.lost_for_good() if membership.lost else ""
         self._log.add(membership, time.monotonic() - began, error is not None, lost)
         return self.progress.units > units
+
+    def _leave_copy(self, membership: Membership) -> None:
+        """Other parts of the copy of the model are lost of which this rank holds one: leave.
+
+        Raises:
+            SystemExit: this rank leaves.
+        """
+        self.leave()
+        self._training.checkpoints.abandon()
+        self.regrouping.leave()
+        self.leave_if_told()
+        print(
+            f"allhands: rank {self.world.rank} leaves, as its copy of the model has lost a part: "
+            f"{'; '.join(membership.lost)}",
+            file=sys.stderr,
+        )
+        raise SystemExit(os.EX_TEMPFAIL)  # no signal's, and no success
 
     def _regroup(self, membership: Membership) -> None:
         loop = self._training

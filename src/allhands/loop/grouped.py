@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from allhands.comm import all_gather_text
 from allhands.data import Feed
 from allhands.loop.lifecycle import Lifecycle
 from allhands.loop.logged import Logged
@@ -52,8 +53,20 @@ class GroupedLoop(Lifecycle):
         all ranks. All ranks call it together."""
         self.unit(self._make_equal_at_step)
         yield
-        for group in self.groups.values():
-            group.train()
+        self.train_groups()
+
+    def train_groups(self) -> None:
+        """Steps follow: models and optimizers are in training mode."""
+
+        def train() -> None:
+            for group in self.groups.values():
+                group.train()
+
+        together = any(group.exchange.goes_on_together for group in self.groups.values())
+        if together:
+            self.unit(train)
+        else:
+            train()
 
     def _make_equal_at_step(self) -> None:
         for group in self.groups.values():
@@ -65,6 +78,12 @@ class GroupedLoop(Lifecycle):
             before = f"{name}/" if len(self.groups) > 1 else ""
             for key, buffer in group.model.named_buffers():
                 yield before + key, buffer
+
+    def takes_sums(self) -> bool:
+        """Whether this rank goes on with sums that others have measured: the first of those whose
+        measures count. All ranks call it together."""
+        counting = all_gather_text("counts" if self.placement.counts else "", self.world)
+        return self.world.rank == counting.index("counts")
 
     def step_was_taken(self) -> None:
         """The step of the current iteration is taken, and counted."""

@@ -71,4 +71,8 @@ def is_loss(error: BaseException, regrouping: Regrouping) -> bool:
     """Whether an error may be that some rank is gone."""
     if not isinstance(error, (RuntimeError, WorldError)):
         return False
-    return any(sign in str(error) for sign in _SIGNS) or regrouping.changed()
+    causes: list[BaseException | None] = [error]
+    while causes[-1] is not None:  # a pipeline's schedule tells of one in words of its own
+        causes.append(causes[-1].__cause__)
+    said = " ".join(map(str, causes))
+    return any(sign in said for sign in _SIGNS) or regrouping.changed()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from allhands.comm import all_gather_text, calls
+from allhands.comm import calls
 from allhands.data import derive_seed, seed_everything
 from allhands.errors import UserError
 from allhands.loop import checkpoint
@@ -100,15 +100,27 @@ class LoopCheckpoints(Checkpoints):
         """What all ranks hold alike; all call it together."""
         for group in self.loop.groups.values():
             group.state.collect()
-        return self.alike(lambda group: group.state.optimizer_state())
+        return self.alike(in_memory=False)
 
-    def alike(self, optimizer_state: Callable[[OptimizerGroup], Any]) -> dict[str, Any]:
-        """The same, without a word to another rank but in `optimizer_state`."""
+    def alike(self, in_memory: bool) -> dict[str, Any]:
+        """The same; `in_memory` without a word to another rank, and without what lies in parts on
+        the ranks."""
         loop = self.loop
+        model, optimizer = (
+            (
+                self._by_group(lambda group: group.state.model_state_alike()),
+                self._by_group(lambda group: group.state.optimizer_state_alike()),
+            )
+            if in_memory
+            else (
+                self._by_group(lambda group: group.state.model_state()),
+                self._by_group(lambda group: group.state.optimizer_state()),
+            )
+        )
         return {
             "format": FORMAT,
-            "model": self._by_group(lambda group: group.state.model_state()),
-            "optimizer": self._by_group(optimizer_state),
+            "model": model,
+            "optimizer": optimizer,
             "scheduler": self._by_group(lambda group: group.schedule.state_dict()),
             "scaler": self._by_group(_scaler_state),
             "epoch": loop.epoch,
@@ -211,6 +223,12 @@ class LoopCheckpoints(Checkpoints):
         for group, optimizer in self._groups_of(state["optimizer"], "optimizer"):
             group.state.load_optimizer_state(optimizer, read)
 
+    def _load_alike(self, state: dict[str, Any]) -> None:
+        models = self._groups_of(state["model"], "model")
+        optimizers = self._groups_of(state["optimizer"], "optimizer")
+        for (group, model), (_, optimizer) in zip(models, optimizers, strict=True):
+            group.state.load_alike(model, optimizer)
+
     def _load_schedules(self, state: dict[str, Any]) -> None:
         for group, scheduler in self._groups_of(state["scheduler"], "scheduler"):
             group.schedule.load_state_dict(scheduler)
@@ -220,17 +238,22 @@ class LoopCheckpoints(Checkpoints):
 
     # ------------------------------------------------------------------ other members of the world
 
+    def keeps_parts(self) -> str:
+        """The name of an object, of those that are saved with the training, that keeps tensors
+        which lie in parts on the ranks as the model does; "" where there is none."""
+        return ""
+
     def in_memory(self) -> dict[str, Any]:
         """What a process needs that takes part from here on; of tensors and plain data. No other
         rank takes part."""
         position = self.loop.position
-        state = self.alike(lambda group: group.state.optimizer_state_alike())
+        state = self.alike(in_memory=True)
         return state | {"position": None if position is None else position.to_dict()}
 
     def join(self, state: dict[str, Any]) -> None:
         """Put a training that begins where `in_memory` was taken on another rank."""
         loop = self.loop
-        self._load_trained(state, None)
+        self._load_alike(state)
         self._load_schedules(state)
         loop.epoch, loop.global_step = state["epoch"], state["step"]
         self._load_passes(state)
@@ -259,7 +282,7 @@ class LoopCheckpoints(Checkpoints):
             counted: where that was a step: what `counted` gave after it.
         """
         loop, position = self.loop, self.loop.position
-        self._load_trained(state, None)
+        self._load_alike(state)
         if counted is None:
             return
         assert position is not None
@@ -334,8 +357,7 @@ class LoopCheckpoints(Checkpoints):
             f"{world.world_size} go on: with the same samples in the same order; dropout draws anew"
         )
         # Sums over ranks stay what they are when one rank holds all of them.
-        counting = all_gather_text("counts" if loop.placement.counts else "", world)
-        if world.rank == counting.index("counts"):
+        if loop.takes_sums():
             self._own = [first, *(checkpoint.load_own(path, rank) for rank in range(1, before))]
 
     def _load_strategys_own(

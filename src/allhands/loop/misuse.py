@@ -34,18 +34,33 @@ class Misuse:
         self._hooks: list[Any] = []
         self._on_models: list[Any] = []  # which nobody should call
         self._first = 0  # iteration of this process
+        self._entered = False
 
     def begin(self) -> None:
         """The next iterations are looked at, as those of a rank that begins now."""
         self._first = self.loop.global_step
 
     def __enter__(self) -> None:
+        self._entered = True
         self.begin()
+        self.follow()
+
+    def take_off(self) -> None:
+        """Look at nothing until `follow`."""
+        self._remove()
+        for hook in self._on_models:
+            hook.remove()
+        self._on_models.clear()
+
+    def follow(self) -> None:
+        """Look at the models and optimizers that the loop has now."""
+        if not self._entered:
+            return
         for name, model in self.loop.untrained.items():
             hook = _CallHook(self.loop, name)
             self._on_models += [one.register_forward_pre_hook(hook) for one in model.modules()]
         for name, group in self.loop.groups.items():
-            if group.captured is not None:
+            if group.captured is not None or self._is_over:
                 continue  # hooks are not captured
             part = f", optimizer={name!r}" if len(self.loop.groups) > 1 else ""
             if not group.strategy.takes_step:
@@ -68,10 +83,8 @@ class Misuse:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._remove()
-        for hook in self._on_models:
-            hook.remove()
-        self._on_models.clear()
+        self._entered = False
+        self.take_off()
 
     def agree(self, call: str) -> None:
         """Raise `UserError` where the ranks do not do the same, in the first iterations.

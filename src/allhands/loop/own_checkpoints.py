@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,6 @@ from allhands.loop.loop_checkpoints import LoopCheckpoints, Tensors
 from allhands.report.history import History
 
 if TYPE_CHECKING:
-    from allhands.loop.optimizer_group import OptimizerGroup
     from allhands.loop.own_steps import OwnSteps
 
 _PREFIX = "registered/"
@@ -27,10 +26,10 @@ class OwnCheckpoints(LoopCheckpoints):
 
     loop: OwnSteps
 
-    def alike(self, optimizer_state: Callable[[OptimizerGroup], Any]) -> dict[str, Any]:
+    def alike(self, in_memory: bool) -> dict[str, Any]:
         loop = self.loop
         return (
-            super().alike(optimizer_state)
+            super().alike(in_memory)
             | loop.history.state_dict()
             | {
                 "best": None,

@@ -68,6 +68,7 @@ class OwnSteps(PassesByHand, Reports):
         self._functions: dict[tuple[Any, str], tuple[StepFunction, Objective]] = {}
         self._stepped: set[str] = set()
         self._begun = {}
+        self.misuse = Misuse(self)
         task = Task(
             None, None, rows_in, own_calls="the step function is your own", shows_gradients=True
         )
@@ -82,19 +83,20 @@ class OwnSteps(PassesByHand, Reports):
             feed.name: LossMean(world, trains=True, counts=self.counts) for feed in self.trained
         }
         self.rules = self._own_rules
-        self.models = called_models(own.models, self.groups)
-        # Those that are called have modes of their own.
-        self.container = nn.ModuleDict(self.models)
-        #: Models that stay as they are while parts of copies are trained.
-        self.untrained = untrained(own.models, self.models)
-        self.misuse = Misuse(self)
 
     def parts(self, settings: LoopSettings) -> dict[str, LoopSettings]:
         return self._parts
 
     def bind(self) -> None:
         self.others = place_others(self._models, self._parts, self.world)
+        self.misuse.take_off()  # the strategy may copy a model
         super().bind()
+        self.models = called_models(self._models, self.groups)
+        # Those that are called have modes of their own.
+        self.container = nn.ModuleDict(self.models)
+        #: Models that stay as they are while parts of copies are trained.
+        self.untrained = untrained(self._models, self.models)
+        self.misuse.follow()
 
     @property
     def held_by_ranks(self) -> list[str]:

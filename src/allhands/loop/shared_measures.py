@@ -89,13 +89,13 @@ class SharedMeasures:
             self._measured = self._loop.measures[state["of"]], state["parts"]
 
     def take_up(self) -> None:
-        """Rank 0 goes on with what all ranks have measured, those that are gone among them."""
+        """One rank goes on with what all ranks have measured, those that are gone among them."""
         # Before the first step has ended, only the one that failed was measured.
         measure, parts = self._measured or (self._loop.measure, [])
         if measure is None:
             return
         names = sorted({name for part in parts for name in part if name.startswith("logged/")})
-        loop, first = self._loop, self._loop.world.rank == 0
+        loop, first = self._loop, self._loop.takes_sums()
         measure.start(measure.where)
         loop.logged.start()
         measure.take_up([_without(part, "logged/") for part in parts] if first else [])

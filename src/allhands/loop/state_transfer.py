@@ -13,7 +13,7 @@ from allhands.comm import broadcast_bytes, broadcast_new
 from allhands.loop.checkpoint import tree
 from allhands.loop.shared_measures import SharedMeasures
 from allhands.loop.standing import Progress, Standing
-from allhands.strategies.shards import Shards, bring_shards
+from allhands.strategies.shards import Shards
 from allhands.world import World
 
 if TYPE_CHECKING:
@@ -89,8 +89,9 @@ class StateTransfer:
     def detach(self, standing: Standing) -> None:
         """Take the parts of optimizers' states that this rank holds for others out of their
         optimizers, which are to be bound anew; and what compression has left over out of the
-        exchanges."""
+        exchanges. Where this rank was interrupted, its buffers are what they were before."""
         if standing.units[self._loop.world.rank] == standing.newest:
+            self._restore_buffers()
             kept = self._residuals
         else:  # the step is taken, in which this rank was interrupted
             ranks = next((ranks for _, _, ranks in self._residuals.values()), 1)
@@ -109,17 +110,17 @@ class StateTransfer:
         """Once the strategy is bound: be where the furthest is."""
         loop, world, newest = self._loop, self._loop.world, standing.newest
         own = standing.units[world.rank]
-        if own == newest:
-            self._restore_buffers()
         if not standing.alike:
             given = self._state() if world.rank == standing.source else None
             state = broadcast_state(given, standing.source, world)
             self._take(state, own, newest)
         for name, group in loop.groups.items():
             if group.strategy.parted:
-                shards = self._shards.get(name, {})
-                bring_shards(shards, group.settings.model, group.optimizer, world)
+                joined = [rank for rank, units in enumerate(standing.units) if units < 0]
+                group.state.bring(self._shards.get(name, {}), joined)
         self._shards.clear()
+        if own != newest:
+            self.keep_buffers()
         self._bring_residuals(standing.source)
         for group in loop.groups.values():
             if group.replicas is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +9,9 @@ from allhands.errors import UserError
 from allhands.loop.base_loop import BaseLoop
 from allhands.loop.loop_checkpoints import LoopCheckpoints
 from allhands.report.history import History
-from allhands.strategies.kept import in_parts, of_this_rank
+from allhands.strategies.kept import has_parts, in_parts, of_this_rank
 
 if TYPE_CHECKING:
-    from allhands.loop.optimizer_group import OptimizerGroup
     from allhands.runner.training import Training
 
 
@@ -24,23 +22,32 @@ class RunnerCheckpoints(LoopCheckpoints):
         super().__init__(loop)
         self.training = training
 
-    def alike(self, optimizer_state: Callable[[OptimizerGroup], Any]) -> dict[str, Any]:
+    def alike(self, in_memory: bool) -> dict[str, Any]:
         training = self.training
         return (
-            super().alike(optimizer_state)
+            super().alike(in_memory)
             | training.history.state_dict()
             | {
                 "best": training.best,
                 "best_epoch": training.best_epoch,
                 "best_step": training.best_step,
-                "callbacks": self._callback_states(),
+                "callbacks": self._callback_states(in_memory),
             }
         )
 
-    def _callback_states(self) -> list[dict[str, Any]]:
+    def _callback_states(self, in_memory: bool) -> list[dict[str, Any]]:
         states = [callback.state_dict() for callback in self.training.settings.callbacks]
         parts = self.loop.placement.held_parts()
-        return states if parts is None else in_parts(states, parts, self.loop.world)
+        if in_memory or parts is None:
+            return states
+        return in_parts(states, parts, self.loop.world)
+
+    def keeps_parts(self) -> str:
+        parts = self.loop.placement.held_parts()
+        for callback in self.training.settings.callbacks:
+            if parts is not None and has_parts(callback.state_dict(), parts):
+                return type(callback).__name__
+        return ""
 
     def load(self, path: Path, state: dict[str, Any]) -> None:
         callbacks = self.training.settings.callbacks

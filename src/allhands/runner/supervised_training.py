@@ -66,10 +66,14 @@ class SupervisedTraining(Training):
         self._objectives = {
             name: self._objective(loop, feed, runner) for name, feed in loop.feeds.items()
         }
+        loop.rebound = self._rebound
         loop.measures = self.metrics
         loop.rules = lambda: [one.rule for one in self._objectives.values()]
         loop.losses = [self._objectives[feed.name].rule.call for feed in loop.trained]
         return loop
+
+    def _rebound(self) -> None:
+        self.forward.module = self.loop.called
 
     def _objective(self, loop: BaseLoop, feed: Feed, runner: SupervisedRunner) -> Objective:
         rule = loss_rule(self.settings.criterion, feed, runner, loop.slices)

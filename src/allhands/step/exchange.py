@@ -58,7 +58,12 @@ class Placement:
         layout: how the model lies on the ranks, in words; "" where all of them hold all of it.
         slices: where outputs may be cut over ranks, what puts them together; see
             `allhands.Strategy.slices`.
+        copy_size: so many ranks hold the model once, together.
+        copy_runs: in the order of the ranks, those of a copy lie in so many runs of equal length.
+            Another copy's runs follow each of them.
     """
+
+    copy_size = copy_runs = 1
 
     def __init__(self, model: nn.Module, world: World, module: nn.Module | None = None) -> None:
         self.model = model
@@ -97,7 +102,9 @@ class Exchange:
         updated_elsewhere: the parameters with whole gradients here that other ranks update.
         before_step: where `exchange_all` takes the optimizer's step, called before each with the
             exchanged gradients in the parameters; for looking only, and slow.
+        before_update: called there, too, once what `apply` needs is on this rank.
         notes: lines to print as the training begins.
+        goes_on_together: all ranks call `go_on` together.
     """
 
     alone = False
@@ -107,7 +114,9 @@ class Exchange:
     states_elsewhere: Iterable[torch.Tensor] = ()
     updated_elsewhere: Iterable[nn.Parameter] = ()
     before_step: Callable[[], None] | None = None
+    before_update: Callable[[], None] | None = None
     notes: Sequence[str] = ()
+    goes_on_together = False
 
     def begin(self, step: int) -> None:
         """The training begins or goes on: the model's weights and the optimizer's state are those
@@ -158,6 +167,15 @@ class Exchange:
 
         Returns:
             Whether the optimizer's step was taken with them.
+        """
+        return False
+
+    def apply(self) -> bool:
+        """Where `exchange_all` takes the optimizer's step: take it, without a word to another
+        rank, from where it called `before_update`.
+
+        Returns:
+            Whether it was taken; False where the optimizer itself is to take it.
         """
         return False
 

@@ -92,7 +92,7 @@ class OptimizerStep:
         self.label: Callable[[str], AbstractContextManager[Any]] = _unlabelled
         #: Called once, before the first update: whether this rank had a sample, and its first loss.
         self.before_first_update: Callable[[bool, float | None], None] | None = None
-        self.before_update: Callable[[], None] | None = None  #: called where it follows an exchange
+        self.before_update: Callable[[], None] | None = None  #: called after the exchange
         self._first_value: torch.Tensor | None = None
         self._failed: NonFiniteLossError | None = None
         self._weights: dict[float, torch.Tensor] = {}
@@ -367,6 +367,7 @@ class OptimizerStep:
         if self.open:
             self._divide(total)
             own = float(self._items) if self.alone and self.pairs else own
+        self.exchange.before_update = self.before_update
         with self.label("exchange"):
             updated = self.exchange.exchange_all(
                 own, own if self.alone else total, self.clip_norm, missing
@@ -428,8 +429,9 @@ class OptimizerStep:
                 self.exchange.updated()
 
     def apply(self) -> None:
-        """Clip the gradients that lie in the parameters, and take the optimizer's step on this
-        rank alone."""
+        """Clip this rank's gradients, and take the optimizer's step here alone."""
+        if self.exchange.apply():
+            return
         scaler = self.precision.scaler
         if scaler is not None:
             scaler.unscale_(self.optimizer)
@@ -443,8 +445,5 @@ class OptimizerStep:
             self._apply()
 
 
-_nothing: AbstractContextManager[Any] = nullcontext()
-
-
 def _unlabelled(_: str) -> AbstractContextManager[Any]:
-    return _nothing
+    return nullcontext()

@@ -7,17 +7,22 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
 from allhands.checks import is_whole
+from allhands.compat import forget_meshes
 from allhands.errors import UserError, kind_of
 from allhands.world import World
+from allhands.world.subgroups import is_elastic, make_subgroup
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 #: The axes, outermost first: ranks that differ in the last one only are neighbours.
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+#: Along this one, ranks hold the same parts.
+COPIES = "dp_replicate"
 
 # Making a mesh makes process groups; trainings that follow one another in a world share them.
 # They end with the group of the world.
@@ -63,6 +68,12 @@ class Degrees(NamedTuple):
             f"{'s' if workers != 1 else ''}; {fits}start {self.product} (workers={self.product})"
         )
 
+    def over(self, workers: int) -> Degrees:
+        """Those of as many copies as so many workers hold; themselves where no copy is whole."""
+        parts = self.product // self.replicate
+        copies, rest = divmod(workers, parts)
+        return self if rest or not copies else self._replace(replicate=copies)
+
     def coordinates(self, rank: int) -> dict[str, tuple[int, int]]:
         """For each axis the index of `rank` on it, and how many there are."""
         found = {}
@@ -77,8 +88,25 @@ class Degrees(NamedTuple):
         meshes = _made.setdefault(dist.group.WORLD, {})
         key = (world.device.type, *self)
         if key not in meshes:
-            meshes[key] = init_device_mesh(world.device.type, tuple(self), mesh_dim_names=AXES)
+            if is_elastic():
+                meshes[key] = self._mesh_that_may_end(world)
+            else:
+                meshes[key] = init_device_mesh(world.device.type, tuple(self), mesh_dim_names=AXES)
         return meshes[key]
+
+    def _mesh_that_may_end(self, world: World) -> DeviceMesh:
+        """The mesh, with groups in which nobody waits long for a rank that is lost."""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        forget_meshes()
+        ranks = torch.arange(self.product).view(*self)
+        groups = []
+        for number, axis in enumerate(AXES):
+            lines = ranks.movedim(number, -1).flatten(0, -2).tolist()
+            made = [make_subgroup(line, desc=f"mesh_{axis}") for line in lines]
+            own = next(place for place, line in enumerate(lines) if world.rank in line)
+            groups.append(made[own])
+        return DeviceMesh.from_group(groups, world.device.type, mesh=ranks, mesh_dim_names=AXES)
 
 
 def read_degrees(pp: Any, dp: Any, tp: Any, shards: bool) -> Degrees:

@@ -57,6 +57,20 @@ def in_parts(state: Any, parts: Parts, world: World) -> Any:
     return _walk(state, "", complete)
 
 
+def has_parts(state: Any, parts: Parts) -> bool:
+    """Whether something in a state lies like a part of the model."""
+    found = False
+
+    def look(path: str, own: dict[Any, Any]) -> dict[Any, Any]:
+        nonlocal found
+        like = (_part(own[name], parts[name]) for name in own if name in parts)
+        found = found or any(one is not None for one in like)
+        return own
+
+    _walk(state, "", look)
+    return found
+
+
 def of_this_rank(state: Any, parts: Parts, model: nn.Module) -> Any:
     """The reverse, out of a state with whole tensors: this rank's parts, as `model` has them
     now."""

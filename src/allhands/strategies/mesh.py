@@ -11,6 +11,7 @@ from allhands.strategies.meshed import Meshed
 from allhands.strategies.pipeline import Pipeline
 from allhands.strategies.tensor import Tensor
 from allhands.world import World
+from allhands.world.regroup import began_with
 
 
 class Mesh(Meshed):
@@ -60,7 +61,10 @@ class Mesh(Meshed):
             self.pipeline.check_shards()
 
     def degrees_for(self, workers: int) -> Degrees:
-        return self._degrees
+        return self._degrees.over(workers)
+
+    def check_size(self, workers: int) -> None:
+        self._degrees.check(began_with() or workers)
 
     def size_wanted(self) -> int | None:
         return self._degrees.product

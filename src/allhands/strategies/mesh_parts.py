@@ -48,6 +48,7 @@ class StagingSettings(Protocol):
     """Cuts a model into stages along pp, as `Pipeline` does."""
 
     schedule: str
+    balance: str
 
     def check_model(self, model: nn.Module, workers: int) -> None: ...
 

@@ -104,11 +104,12 @@ class Meshed(Strategy):
         return None
 
     def regroup_refused(self) -> str | None:
-        return (
-            f"strategy '{self.in_words()}' keeps parts of the model on each worker, which are lost "
-            "with it; where there are several copies of them (dp), those that are whole do not go "
-            "on by themselves yet"
-        )
+        if self.pipeline is not None and self.pipeline.balance == "measured":
+            return (
+                "Pipeline(balance='measured') may cut the model elsewhere with other workers; "
+                "write balance='parameters', or stages=[…]"
+            )
+        return None
 
     # ------------------------------------------------------------------ who sees what
 
@@ -131,11 +132,15 @@ class Meshed(Strategy):
         world: World,
         options: BindOptions = BIND_OPTIONS,
     ) -> Bound:
+        self.degrees_for(world.world_size).check(world.world_size)
         placement = MeshedPlacement(self, model, world, options)
+        if options.before is not None:
+            placement.check_same_parts(options.before.placement)
         repointed = Repointed(
             optimizer, dict(model.named_parameters()), placement.held, placement.local, world
         )
-        exchange = MeshedExchange(self.name, placement, repointed, options.scaler)
+        joins = options.weights_follow and options.before is None
+        exchange = MeshedExchange(self.name, placement, repointed, options.scaler, joins)
         return Bound(placement, exchange, MeshedState(placement, repointed))
 
 

@@ -35,6 +35,7 @@ class MeshedExchange(Exchange):
         placement: of the model.
         repointed: the optimizer, over this rank's parts.
         scaler: of an fp16 training.
+        joins: this rank comes to a training that runs.
     """
 
     after_backward = True
@@ -45,7 +46,10 @@ class MeshedExchange(Exchange):
         placement: MeshedPlacement,
         repointed: Repointed,
         scaler: Scaler | None,
+        joins: bool = False,
     ) -> None:
+        # One that joins comes to its first steps alone.
+        self.goes_on_together = not joins
         self._name, self._placement, self._repointed = name, placement, repointed
         self._scaler = scaler
         self._apply = update_function(repointed.optimizer)
@@ -84,12 +88,10 @@ class MeshedExchange(Exchange):
         )
         changed = bool(replaced or added or groups or set(trained) != set(placement.trained))
         seen = hashlib.sha256(json.dumps([replaced, added, trained, groups]).encode()).hexdigest()
-        told = [
-            json.loads(text)
-            for text in all_gather_text(
-                json.dumps([placement.at["pp"][0], seen, changed]), placement.world
-            )
-        ]
+        mine = json.dumps([placement.at["pp"][0], seen, changed])
+        texts = all_gather_text(mine, placement.world) if self.goes_on_together else [mine]
+        self.goes_on_together = True
+        told = [json.loads(text) for text in texts]
         if not any(flag for _, _, flag in told):
             return
         if len({(stage, digest) for stage, digest, _ in told}) > placement.degrees.pp:
@@ -149,14 +151,21 @@ class MeshedExchange(Exchange):
             self._clip(clip_norm)
         if self.before_step is not None:
             self.before_step()
-        if self._scaler is not None:
-            self._scaler.apply(self._repointed.optimizer)
-        else:
-            self._apply()
+        if self.before_update is not None:
+            self.before_update()
+        self.apply()
         if not self._stepped:
             self._stepped = True
             for units in placement.units:
                 units.agree(placement.world)
+        return True
+
+    def apply(self) -> bool:
+        placement = self._placement
+        if self._scaler is not None:
+            self._scaler.apply(self._repointed.optimizer)
+        else:
+            self._apply()
         for parameter in (*placement.local.values(), *placement.parameters.values()):
             parameter.grad = None
         return True

@@ -12,14 +12,17 @@ from torch import nn
 
 from allhands.comm import broadcast_tensors
 from allhands.comm.flat_layout import fused
+from allhands.errors import WorldError
 from allhands.step.exchange import Placement
 from allhands.strategies.base import BindOptions
+from allhands.strategies.degrees import AXES, COPIES
 from allhands.strategies.fsdp_units import Units
 from allhands.strategies.held import Held, held, nowhere
 from allhands.strategies.mesh_parts import MeshSettings
 from allhands.strategies.pipeline_passes import PipelinePasses
 from allhands.strategies.values import Values, aliases
 from allhands.world import World
+from allhands.world.subgroups import make_subgroup
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -65,6 +68,7 @@ class MeshedPlacement(Placement):
         self.stream = world.rank // degrees.tp
         self.level = settings.level
         self.layout = str(degrees)
+        self.copy_size, self.copy_runs = degrees.product // degrees.replicate, degrees.pp
         self.slices = settings.slices(world.world_size)
         self._describe(orders)
 
@@ -72,7 +76,7 @@ class MeshedPlacement(Placement):
         """Make the module of this rank; gives the order of rows where it is another one."""
         degrees, world = self.degrees, self.world
         skeleton = _skeleton(self.plain)
-        values = Values(self.plain, skeleton, world, options.seed)
+        values = Values(self.plain, skeleton, world, options.seed, options.weights_follow)
         self._chunks: list[nn.Module] = [skeleton]
         orders: dict[str, torch.Tensor] = {}
         styles = None
@@ -129,6 +133,27 @@ class MeshedPlacement(Placement):
             for name, stages in stages_of.items()
             if name in self.parameters
         }
+
+    def check_same_parts(self, before: Placement) -> None:
+        """Raise `WorldError` unless this rank has the parts that it had in another world."""
+        there = before.at if isinstance(before, MeshedPlacement) else {}
+        moved = [axis for axis in AXES if axis != COPIES and there.get(axis) != self.at[axis]]
+        if moved:
+            raise WorldError(
+                f"the workers that are left hold no whole copy of the model in their order "
+                f"({moved[0]}). Write --max-restarts, and logdir= and resume='auto', so that all "
+                "workers start again from the newest checkpoint"
+            )
+
+    def column(self, rank: int) -> list[int]:
+        """The ranks that hold the parts that a rank holds, in the order of the copies."""
+        own = self.degrees.coordinates(rank)
+        found = []
+        for other in range(self.world.world_size):
+            at = self.degrees.coordinates(other)
+            if all(at[axis] == own[axis] for axis in AXES if axis != COPIES):
+                found.append(other)
+        return found
 
     def _local(self, name: str) -> nn.Parameter:
         """What the optimizer works on: a plain tensor over the same memory."""
@@ -213,7 +238,7 @@ def _group_of_stages(mesh: DeviceMesh | None, stages: tuple[int, ...]) -> Any:
     assert mesh is not None
     mine = None
     for ranks in mesh.mesh.flatten(1).t().tolist():
-        group = dist.new_group([ranks[stage] for stage in stages])
+        group = make_subgroup([ranks[stage] for stage in stages])
         if dist.get_rank() in ranks:
             mine = group
     return mine

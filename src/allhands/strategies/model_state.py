@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from allhands.strategies.alike import make_buffers_equal
-from allhands.strategies.held import Read
-from allhands.strategies.shards import Shards, taken
+from allhands.strategies.held import Held, Read
+from allhands.strategies.shards import Shards, bring_shards, taken
 from allhands.world import World
 
 
@@ -66,6 +66,15 @@ class ModelState:
         """What all ranks hold alike of it, without a word to another rank."""
         return self.optimizer.state_dict()
 
+    def model_state_alike(self) -> dict[str, Any]:
+        """What all ranks hold alike of the model, without a word to another rank."""
+        return self.model_state()
+
+    def load_alike(self, model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> None:
+        """Go on from what `model_state_alike` and `optimizer_state_alike` gave on another rank."""
+        self.model.load_state_dict(model)
+        self.load_optimizer_state(optimizer, read_nothing)
+
     def load_model_state(self, state: Mapping[str, Any], read: Read) -> None:
         """Go on from the plain model's ``state_dict``; ``read(value, held)`` brings slices of a
         value of it into ``held.local``.
@@ -86,11 +95,25 @@ class ModelState:
         without a word to the others.
 
         Returns:
-            What this rank holds for others too: of each parameter that it updates, by name.
+            What this rank holds for others too: of each parameter that it updates, by name; where
+            it holds parts of the model, of these, and of buffers.
         """
         members = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         named = {name: p for name, p in self.model.named_parameters() if id(p) in members}
         return taken(self.optimizer, named)
+
+    def bring(self, shards: Shards, joined: Collection[int]) -> None:
+        """Once the strategy is bound anew: have on each rank what it is to hold now; all ranks call
+        it together.
+
+        Args:
+            shards: what `detach` gave on this rank before; of one that has joined, nothing.
+            joined: the ranks that have joined.
+
+        Raises:
+            WorldError: something is lost.
+        """
+        bring_shards(shards, self.model, self.optimizer, self.world)
 
     # ------------------------------------------------------------------ in memory
 
@@ -122,6 +145,10 @@ class ModelState:
     def give_back(self, keep: bool) -> None:
         """Put what was trained into the user's own objects, on ranks that `keep` it; all call it
         together."""
+
+
+def read_nothing(value: Any, own: Held) -> None:
+    """Nothing of what all ranks hold alike lies in parts."""
 
 
 class ReplicatedState(ModelState):

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from allhands.comm import all_gather_text, broadcast_new, calls
+from allhands.comm import all_gather_text, broadcast_bytes, broadcast_new, calls
 from allhands.errors import WorldError
 from allhands.strategies.optimizer_means import home_of
 from allhands.world import World
 
-_WEIGHT = "weight"
-#: By the parameter's name: its weight as `_WEIGHT`, and entries of its state by the number of the
+WEIGHT = "weight"
+#: By the parameter's name: its weight as `WEIGHT`, and entries of its state by the number of the
 #: optimizer among those that work together, and their own name.
 Shards = dict[str, dict[str, Any]]
 
@@ -35,7 +35,7 @@ def taken(optimizer: optim.Optimizer, named: Mapping[str, nn.Parameter]) -> Shar
     found: Shards = {}
     together = working_together(optimizer)
     for name, parameter in named.items():
-        found[name] = {_WEIGHT: parameter.detach().clone()}
+        found[name] = {WEIGHT: parameter.detach().clone()}
         for number, each in enumerate(together):
             for key, value in each.state.get(parameter, {}).items():
                 found[name][f"{number}/{key}"] = value
@@ -70,26 +70,65 @@ def bring_shards(
     here = {id(p) for p in updated}
     names = {id(p): name for name, p in parameters.items()}
     _check_none_is_missing(sorted({names[id(p)] for p in updated} - known), world)
-    together = working_together(optimizer)
     for rank, own in enumerate(told):
-        mine = [name for name in own if not any(name in before for before in told[:rank])]
-        keys = [(name, key) for name in mine for key, form in own[name].items() if len(form) == 2]
-        forms = [(own[name][key][0], getattr(torch, own[name][key][1])) for name, key in keys]
-        given = [shards[name][key] for name, key in keys] if rank == world.rank else None
-        found = dict(zip(keys, broadcast_new(given, forms, world, rank), strict=True))
-        for name in mine:
-            parameter = parameters[name]
-            with torch.no_grad():
-                parameter.copy_(found[name, _WEIGHT])
-            if id(parameter) not in here:
+        mine = {
+            name: entries
+            for name, entries in own.items()
+            if not any(name in before for before in told[:rank])
+        }
+        found = _sent(shards if rank == world.rank else None, mine, world, rank)
+        own_state = {
+            name: entries if id(parameters[name]) in here else {WEIGHT: entries[WEIGHT]}
+            for name, entries in found.items()
+        }
+        put(own_state, parameters, optimizer)
+
+
+def copied(shards: Shards, source: int, world: World, group: Any) -> Shards:
+    """Rank `source`'s parts on all ranks of a group, which call it together."""
+    calls.note("bringing over parts of the model and the optimizer's state")
+    told = json.dumps({name: _forms(entries) for name, entries in shards.items()})
+    forms = json.loads(broadcast_bytes(told.encode(), world, source, group))
+    return _sent(shards if world.rank == source else None, forms, world, source, group)
+
+
+def put(shards: Shards, targets: Mapping[str, torch.Tensor], optimizer: optim.Optimizer) -> None:
+    """Put weights into tensors of these names, and the state of parameters into the optimizer that
+    is over them."""
+    together = working_together(optimizer)
+    for name, entries in shards.items():
+        target = targets[name]
+        with torch.no_grad():
+            target.detach().copy_(entries[WEIGHT])
+        for key, value in entries.items():
+            if key == WEIGHT:
                 continue
-            for key, form in own[name].items():
-                if key != _WEIGHT:
-                    number, _, entry = key.partition("/")
-                    value = found[name, key] if len(form) == 2 else form[0]
-                    if isinstance(value, torch.Tensor):
-                        value = value.to(home_of(optimizer, parameter, value), copy=True)
-                    together[int(number)].state[parameter][entry] = value
+            number, _, entry = key.partition("/")
+            if isinstance(value, torch.Tensor):
+                home = home_of(optimizer, target, value)  # type: ignore[arg-type]
+                value = value.to(home, copy=True)  # noqa: PLW2901
+            together[int(number)].state[target][entry] = value
+
+
+def _sent(
+    given: Shards | None,
+    forms: Mapping[str, Mapping[str, Any]],
+    world: World,
+    source: int,
+    group: Any = None,
+) -> Shards:
+    """The parts that rank `source` has `given`, of these forms, on all ranks of a group."""
+    keys = [(name, key) for name, own in forms.items() for key in own if len(own[key]) == 2]
+    shapes = [(forms[n][key][0], getattr(torch, forms[n][key][1])) for n, key in keys]
+    tensors = None if given is None else [given[name][key] for name, key in keys]
+    found: Shards = {
+        name: {key: form[0] for key, form in own.items() if len(form) == 1}
+        for name, own in forms.items()
+    }
+    sent = broadcast_new(tensors, shapes, world, source, group)
+    for (name, key), tensor in zip(keys, sent, strict=True):
+        found[name][key] = tensor
+    return found
 
 
 def _forms(entries: dict[str, Any]) -> dict[str, list[Any]]:

@@ -32,14 +32,22 @@ class Values:
         skeleton: its structure, with parameters that hold no values of their own yet.
         world: the processes.
         seed: of the training.
+        follow: the ranks get their values afterwards; none are sent here.
 
     Raises:
         UserError: the model is on the meta device, and a buffer's or a layer's values cannot be
             known.
     """
 
-    def __init__(self, plain: nn.Module, skeleton: nn.Module, world: World, seed: int) -> None:
-        self.world = world
+    def __init__(
+        self,
+        plain: nn.Module,
+        skeleton: nn.Module,
+        world: World,
+        seed: int,
+        follow: bool = False,
+    ) -> None:
+        self.world, self._follow = world, follow
         # By id, which names a parameter only while it lives; to hold it here would hold a whole
         # layer.
         self._settled: dict[int, weakref.ref[nn.Parameter]] = {}
@@ -49,7 +57,8 @@ class Values:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = buffer.to(world.device)
-        broadcast_tensors(list(skeleton.buffers()), world)
+        if not follow:
+            broadcast_tensors(list(skeleton.buffers()), world)
 
     def settle(self, root: nn.Module, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Put values, on the world's device, in the place of parameters of `root`; all of those
@@ -91,6 +100,8 @@ class Values:
         if self.world.world_size == 1:
             return parameter.detach().to(self.world.device)
         value = parameter.detach().to(self.world.device, copy=True)
+        if self._follow:
+            return value
         flat = value.reshape(-1)
         dist.broadcast(flat.view(torch.uint8), 0)
         return value.copy_(flat.view_as(value))

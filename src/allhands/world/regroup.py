@@ -44,12 +44,15 @@ class Membership:
             started.
         lost: who has left since the last one that was taken up, and why.
         joined: those of the members that were not in the last one.
+        apart: those that live, and hold parts of a copy of the model that has lost others. They
+            leave.
     """
 
     epoch: int
     members: tuple[int, ...]
     lost: tuple[str, ...] = ()
     joined: tuple[int, ...] = ()
+    apart: tuple[int, ...] = ()
 
 
 class Regrouping:
@@ -95,10 +98,19 @@ class Regrouping:
 
     def _read(self, epoch: int) -> Membership:
         told = json.loads(self._store.get(f"{KEY}/{epoch}"))
-        return Membership(epoch, tuple(told["members"]), tuple(told["lost"]), tuple(told["joined"]))
+        members, lost, joined, apart = (
+            tuple(told.get(name, ())) for name in ("members", "lost", "joined", "apart")
+        )
+        return Membership(epoch, members, lost, joined, apart)
+
+    def is_apart(self, membership: Membership) -> bool:
+        """Whether this process is to leave, as the copy of the model is lost of which it holds a
+        part."""
+        return not self.outside and self._own in membership.apart
 
     def newest(self, longest: float) -> Membership | None:
-        """The newest membership after this process's own, which is waited for.
+        """The newest membership after this process's own, which is waited for. This process is
+        among its members, or apart.
 
         Args:
             longest: seconds; None is given back after them.
@@ -113,7 +125,7 @@ class Regrouping:
                 epoch += 1
             if epoch > self.epoch:
                 membership = self._read(epoch)
-                if self._own in membership.members:
+                if self._own in membership.members or self.is_apart(membership):
                     return membership
                 if not self.outside:
                     raise WorldError(

@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 
 from allhands.comm import broadcast_ints
-from allhands.compat import set_group_timeout
 from allhands.errors import WorldError
 from allhands.loop.checkpoint import folder as folders
 from allhands.loop.checkpoint import tree
 from allhands.strategies.held import Held, dealt
 from allhands.version import __version__
 from allhands.world import World, connections
+from allhands.world.subgroups import make_subgroup
 
 if TYPE_CHECKING:
     from allhands.loop.checkpoint.storage import Writer
@@ -59,12 +59,7 @@ class Saver:
         if world is not None and self.size > 1:
             # The thread talks while the training does: in a group of its own, or their messages
             # would mix.
-            connect = DISK_TIMEOUT
-            if os.environ.get(connections.ELASTIC):
-                connect = timedelta(seconds=connections.CONNECT_S)
-            with connections.noted():
-                self.group = dist.new_group(backend="gloo", timeout=connect)
-            set_group_timeout(DISK_TIMEOUT.total_seconds(), self.group)
+            self.group = make_subgroup(None, DISK_TIMEOUT.total_seconds(), "gloo")
             self.owner = broadcast_ints([os.getpid()] if self.rank == 0 else None, world)[0]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="allhands-checkpoint")
         self._thread.submit(_prepare)
