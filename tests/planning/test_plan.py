@@ -167,5 +167,3 @@ def test_the_command_plans_a_run_file(capsys: pytest.CaptureFixture[str]) -> Non
     assert {row["strategy"] for row in found["rows"]} >= {"ddp", "fsdp"}
     assert run(["plan", "--gpus", "2", "--card", "a1000"]) == 2
     assert "did you mean 'a100'?" in capsys.readouterr().err
-    assert run(["plan", "--gpus", "2", "strategy=federated"]) == 2
-    assert "not for rounds of clients" in capsys.readouterr().err

@@ -13,6 +13,7 @@ from allhands.errors import UserError
 
 if TYPE_CHECKING:
     from allhands.config import RunFile
+    from allhands.planning.federated_plan import FederatedPlan
     from allhands.planning.operation_times import OperationTimes
 
 
@@ -57,6 +58,24 @@ def plan(
             show_default=False,
         ),
     ] = None,
+    download: Annotated[
+        str | None,
+        typer.Option(
+            "--download", help="Of each client of a federated run: 50Mbit/s.", show_default=False
+        ),
+    ] = None,
+    upload: Annotated[
+        str | None,
+        typer.Option("--upload", help="Likewise, to the server.", show_default=False),
+    ] = None,
+    client_flops: Annotated[
+        float | None,
+        typer.Option(
+            "--client-flops",
+            help="Floating point operations a second of each client's device.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """Predict the memory, traffic and speed of a training by each strategy.
@@ -69,6 +88,32 @@ def plan(
         from allhands.report.figures import require_matplotlib
 
         require_matplotlib("--plot")
+    of_clients = {"--download": download, "--upload": upload, "--client-flops": client_flops}
+    strategy = run_file.config.strategy
+    if strategy is not None and strategy.name == "federated":
+        of_gpus = {
+            "--gpus": gpus != 8,
+            "--card": card != "h100",
+            "--memory": memory is not None,
+            "--link": link != "nvlink+ib400",
+            "--per-host": per_host != 8,
+            "--measure": measure,
+            "--profile": profile is not None,
+            "--plot": plot is not None,
+        }
+        for name in (name for name, given in of_gpus.items() if given):
+            raise UserError(
+                f"{name} is for workers of one training, and this run file is federated; what "
+                f"clients have is said with {', '.join(of_clients)}"
+            )
+        rounds = _of_clients(run_file, download, upload, client_flops)
+        print(json.dumps(rounds.to_dict()) if as_json else rounds)
+        return 0
+    for name in (name for name, given in of_clients.items() if given is not None):
+        raise UserError(
+            f"{name} is of the clients of a federated run, and this run file has none; write "
+            "strategy=federated, or leave it out"
+        )
     from allhands.planning.plan import plan as plan_training
     from allhands.world.cores import cores
 
@@ -91,6 +136,43 @@ def plan(
     if plot is not None:
         found.plot(plot)
     return 0
+
+
+def _of_clients(
+    run_file: RunFile, download: str | None, upload: str | None, client_flops: float | None
+) -> FederatedPlan:
+    from allhands.cli.named import raise_all
+    from allhands.cli.run_data import entry_of
+    from allhands.cli.run_objects import (
+        criterion_of,
+        datasets_of,
+        model_of,
+        optimizer_of,
+        problems,
+        runner_of,
+        strategy_from,
+    )
+    from allhands.planning.federated_plan import plan_federated
+    from allhands.planning.machines import bandwidth_of
+
+    raise_all(problems(run_file, files=True))
+    given = run_file.config
+    model = model_of(run_file, entry_of(run_file))
+    strategy: Any = strategy_from(run_file)
+    return plan_federated(
+        model=model,
+        criterion=criterion_of(run_file),
+        optimizer=optimizer_of(run_file, model),
+        datasets=datasets_of(run_file),
+        strategy=strategy,
+        precision=given.precision,
+        clip_norm=given.clip_norm,
+        seed=given.seed,
+        runner=runner_of(run_file),
+        download=None if download is None else bandwidth_of(download),
+        upload=None if upload is None else bandwidth_of(upload),
+        flops=client_flops,
+    )
 
 
 def _times(card: str, measure: bool, profile: Path | None) -> OperationTimes:
@@ -131,12 +213,6 @@ def _definition(run_file: RunFile) -> dict[str, Any]:
         raise UserError(
             "a plan is for steps of a model and a criterion, and this run file has a loop of its "
             "own; call allhands.plan(model=…, criterion=…, optimizer=…, batch=…) with what it does"
-        )
-    if given.strategy is not None and given.strategy.name == "federated":
-        raise run_file.error(
-            ("strategy", "name"),
-            "a plan is for optimizer steps over one data set, and not for rounds of clients; write "
-            "strategy=ddp to plan the model's training in one place",
         )
     entry = entry_of(run_file)
     try:

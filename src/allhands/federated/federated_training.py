@@ -25,7 +25,7 @@ from allhands.federated.federated_settings import FederatedSettings
 from allhands.federated.local_training import LocalOptimizer, LocalTraining
 from allhands.federated.partitions import partition_of
 from allhands.federated.round_loop import RoundLoop
-from allhands.federated.rounds import Evaluate
+from allhands.federated.rounds import Evaluate, Rounds
 from allhands.federated.row_layout import RowLayout
 from allhands.federated.samples import Samples
 from allhands.federated.team import Team
@@ -111,7 +111,8 @@ def train(
             if team.size == 1
             else Shared(work, server, team)
         )
-        rounds = strategy.stages(
+        rounds = made_rounds(
+            strategy,
             work,
             server,
             executor,
@@ -119,16 +120,8 @@ def train(
             per_round=per_round,
             rounds=number_of_rounds(settings, strategy),
             evaluate=make_evaluate(),
-            evaluate_every=strategy.evaluate_every,
-            local_layers=strategy.local_layers,
-            on_bad_update=strategy.on_bad_update,
-            on_client_failure=strategy.on_client_failure,
-            client_retries=strategy.client_retries,
             tests=tests,
             team=team,
-            compression=strategy.compression,
-            privacy=strategy.privacy,
-            systems=strategy.systems,
         )
         evaluated = [name for name, source in sources.items() if not source.trains] + (
             ["clients"] if tests is not None else []
@@ -145,6 +138,32 @@ def train(
     if isinstance(settings.criterion, nn.Module):
         settings.criterion.to(home)
     return {"history": history}
+
+
+def made_rounds(
+    strategy: FederatedSettings,
+    work: ExecutorContext,
+    server: Server,
+    executor: Executor,
+    world: World,
+    **options: Any,
+) -> Rounds:
+    """The rounds that a strategy asks for; `options` are the others of `Rounds`."""
+    return strategy.stages(
+        work,
+        server,
+        executor,
+        world,
+        evaluate_every=strategy.evaluate_every,
+        local_layers=strategy.local_layers,
+        on_bad_update=strategy.on_bad_update,
+        on_client_failure=strategy.on_client_failure,
+        client_retries=strategy.client_retries,
+        compression=strategy.compression,
+        privacy=strategy.privacy,
+        systems=strategy.systems,
+        **options,
+    )
 
 
 def local_training(

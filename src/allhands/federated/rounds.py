@@ -324,9 +324,7 @@ class Rounds:
         jobs = self.distribute(cohort)
         # Weights that come to about 1 over the cohort, see `Sums`.
         scale = 1.0 / max(1.0, float(sum(self.clients.size(client) for client in cohort)))
-        lengths = self.algorithm.vectors(self.server)
-        if self.server.layout.integers and self.algorithm.shares:
-            lengths = {**lengths, _INTEGERS: len(self.server.integers)}
+        lengths = self.summed()
         sums = Sums(
             lengths,
             max(1, len(cohort)),
@@ -381,6 +379,13 @@ class Rounds:
         values = self.evaluate() if self.due(round_) else {}
         self._note(round_, selected, figures, values, time.perf_counter() - began)
         return values
+
+    def summed(self) -> dict[str, int]:
+        """The vectors that are summed over a cohort: name to length."""
+        lengths = self.algorithm.vectors(self.server)
+        if self.server.layout.integers and self.algorithm.shares:
+            lengths = {**lengths, _INTEGERS: len(self.server.integers)}
+        return lengths
 
     def _train_all(self, jobs: Sequence[CohortMember], sums: Sums) -> None:
         """Train this rank's part, and then what is left in the queue. Whatever fails, the rank goes

@@ -182,5 +182,18 @@ def bytes_of(text: str | float) -> float:
     return float(match[1]) * (1024 if match[3] else 1000) ** power
 
 
+def bandwidth_of(text: str) -> float:
+    """Bytes a second of a link such as "50Mbit/s", "1.5Gbit/s" or "12.5GB/s".
+
+    Raises:
+        UserError: it is none.
+    """
+    match = re.fullmatch(r"\s*([\d.]+)\s*([KMG])(bit|B)/s\s*", text, re.IGNORECASE)
+    if match is None or not _is_number(match[1]) or not float(match[1]):
+        raise UserError(f"bandwidth {text!r} is none; write for example 50Mbit/s or 12.5GB/s")
+    bits = 8 if match[3].lower() == "bit" else 1
+    return float(match[1]) * 1000 ** ("KMG".index(match[2].upper()) + 1) / bits
+
+
 def _is_number(text: str) -> bool:
     return text.count(".") <= 1 and text.strip(".") != ""
