@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+import allhands
 from allhands import DDP, SupervisedRunner
+from allhands.loop import out_of_memory
 from tests.worlds import in_world
 
 ROWS = TensorDataset(torch.ones(24, 3), torch.ones(24, 1))
@@ -45,6 +47,77 @@ def test_the_changes_are_those_that_were_not_made_yet() -> None:
     assert "activation_checkpointing=True" in note
     assert "distributed='fsdp' on several GPUs" in note
     assert "accumulate=4" in note_of(accumulate=2)
+
+
+class FullOfData(nn.Module):
+    """Runs out of memory with data, and not in a plan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(
+            *(nn.Sequential(nn.Linear(3, 300), nn.ReLU(), nn.Linear(300, 3)) for _ in range(4))
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if type(x) is torch.Tensor:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return self.parts(x)
+
+
+def planned_note(samples: int = 64, **options: Any) -> str:
+    model = FullOfData()
+    rows = TensorDataset(torch.ones(2 * samples, 3), torch.ones(2 * samples, 3))
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        SupervisedRunner(device="cpu").train(
+            model=model,
+            criterion=nn.MSELoss(),
+            optimizer=torch.optim.AdamW(model.parameters()),
+            datasets={"batch_size": samples, "train": rows},
+            num_epochs=1,
+            **options,
+        )
+    (note,) = raised.value.__notes__
+    return note
+
+
+def taken(samples: int = 64) -> dict[str, int]:
+    model = FullOfData()
+    batch = torch.ones(samples, 3)
+    found = allhands.plan(
+        model=model,
+        criterion=nn.MSELoss(),
+        optimizer=torch.optim.AdamW(model.parameters()),
+        batch=(batch, batch),
+        gpus=1,
+        memory=1,
+    )
+    return {row.name: row.peak for row in found.rows}
+
+
+def test_on_one_gpu_the_changes_are_those_that_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = taken()
+    room = {"bytes": peaks["single"] - 1}
+    monkeypatch.setattr(out_of_memory, "_room", lambda world: room["bytes"])
+    note = planned_note()
+    assert "What would fit" in note
+    assert "batches of 32 samples with accumulate=2, which are the same steps (" in note
+    assert "activation_checkpointing=True, which computes layers twice (" in note
+    assert note.index("batches of 32") < note.index("activation_checkpointing")  # it is faster
+
+    # Of what is planned, only what fits is told.
+    room["bytes"] = taken(32)["single"]
+    tight = planned_note()
+    assert peaks["single recompute"] > room["bytes"] or "activation_checkpointing" in tight
+    assert "batches of 32" in tight
+
+
+def test_where_no_plan_helps_the_changes_are_told_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    for size in (10**15, 1):  # it would fit, so that something else takes the room; nothing fits
+        monkeypatch.setattr(out_of_memory, "_room", lambda world, size=size: size)
+        note = planned_note()
+        assert "What takes less, the cheapest first: batches of 32 samples" in note
+    monkeypatch.setattr(out_of_memory, "_PATIENCE_S", -1.0)
+    assert "What takes less" in planned_note()
 
 
 def test_with_several_workers() -> None:

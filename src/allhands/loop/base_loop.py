@@ -30,7 +30,7 @@ from allhands.loop.logged import Logged
 from allhands.loop.loop_checkpoints import LoopCheckpoints
 from allhands.loop.loss_mean import LossMean
 from allhands.loop.optimizer_group import OptimizerGroup
-from allhands.loop.out_of_memory import samples_of, what_takes_less
+from allhands.loop.out_of_memory import what_takes_less
 from allhands.loop.passes import DataPasses
 from allhands.loop.position import Position
 from allhands.loop.recomputing import recomputing
@@ -339,7 +339,7 @@ class BaseLoop(BoundLoop):
                 self.elastic.step(lambda one: self.take_optimizer_step(objective, name, one), batch)
         except torch.OutOfMemoryError as error:
             settings = self.groups[name].settings
-            error.add_note(what_takes_less(settings, samples_of(batch), self.world))
+            error.add_note(what_takes_less(settings, batch, self.world, self.task))
             raise
 
     def take_optimizer_step(self, objective: Objective, name: str, batch: Any) -> None:

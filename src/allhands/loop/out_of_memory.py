@@ -2,42 +2,145 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from allhands.data import map_tensors
 from allhands.loop.settings import LoopSettings
+from allhands.loop.task import Task
 from allhands.world import World
 
 if TYPE_CHECKING:
     from allhands.strategies import Strategy
 
 _SHOWN = 3
+# Seconds after which no further change is planned.
+_PATIENCE_S = 20.0
 
 
-def what_takes_less(settings: LoopSettings, samples: int, world: World) -> str:
+def what_takes_less(settings: LoopSettings, batch: Any, world: World, task: Task) -> str:
     """The cheapest changes that take less memory, as a note to PyTorch's error.
 
     Args:
         settings: of the training.
-        samples: in this rank's largest micro-batch.
+        batch: what `OptimizerStep` was called with.
         world: the ranks.
+        task: what is computed.
     """
-    changes = list(_changes(settings, samples, world))[:_SHOWN]
+    samples = _samples_of(batch)
     several = f"{world.world_size} workers" if world.world_size > 1 else "one worker"
-    return (
+    state = (
         f"allhands: out of memory with {settings.strategy.in_words()} on {several}, micro-batches "
-        f"of {samples} samples. What takes less, the cheapest first: {'; '.join(changes)}. "
+        f"of {samples} samples. "
+    )
+    try:
+        changes = _planned(settings, batch, samples, world, task)
+    except Exception:  # of a model that cannot be planned; the user's error is the one to tell
+        changes = []
+    if changes:
+        return (
+            f"{state}What would fit {_gb(_room(world))}, as planned, the cheapest first: "
+            f"{'; '.join(changes[:_SHOWN])}. docs/planning.md says how exact a plan is"
+        )
+    changes = list(_changes(settings, samples, world))[:_SHOWN]
+    return (
+        f"{state}What takes less, the cheapest first: {'; '.join(changes)}. "
         "`allhands plan` tells what each takes (docs/planning.md)"
+    )
+
+
+def _planned(
+    settings: LoopSettings, batch: Any, samples: int, world: World, task: Task
+) -> list[str]:
+    """Changes that would fit by their plans, with what they take: of one worker, where a plan sees
+    that the training does not fit. A worker of several cannot plan, as that needs a process of its
+    own."""
+    room, runner = _room(world), task.runner
+    alone = world.world_size == 1 and settings.strategy.name == "single"
+    if not (alone and room and runner is not None and not settings.activation_checkpointing):
+        return []
+    import allhands  # whose plan stands on this package
+
+    began = time.monotonic()
+    largest = max(zip(batch[0], batch[1], strict=True), key=lambda pair: pair[1])[0]
+    example = map_tensors(largest, lambda tensor: tensor.detach().cpu())
+
+    def rows(gpus: int = 1, divided: int = 1, **options: Any) -> dict[str, Any]:
+        if time.monotonic() - began > _PATIENCE_S:
+            return {}
+        given = {"precision": settings.precision, "accumulate": settings.accumulate, **options}
+        found = allhands.plan(
+            model=settings.model,
+            criterion=task.criterion,
+            optimizer=settings.optimizer,
+            batch=_part(example, samples, divided),
+            gpus=gpus,
+            memory=room,
+            clip_norm=settings.clip_norm,
+            runner=runner,
+            **given,
+        )
+        return {row.name: row for row in found.rows if not row.refused}
+
+    now = rows()
+    if not now or now["single"].fits:  # something else takes the room
+        return []
+    found = [
+        ("activation_checkpointing=True, which computes layers twice", now, "single recompute")
+    ]
+    if samples > 1 and samples % 2 == 0:
+        words = _halved(samples, settings.accumulate)
+        found.append((words, rows(divided=2, accumulate=2 * settings.accumulate), "single"))
+    found.sort(key=lambda one: -_speed(one[1].get(one[2])))
+    if settings.precision == "fp32":
+        words = "precision='bf16', which rounds"
+        found.append((words, rows(precision="bf16"), "single"))
+    changes = [(words, by_name.get(name)) for words, by_name, name in found]
+    if sum(row is not None and row.fits for _, row in changes) < _SHOWN:
+        for name, row in sorted(rows(gpus=2).items(), key=lambda one: -_speed(one[1])):
+            changes.append((f"2 GPUs with {name}", row))
+    return [f"{words} ({_gb(row.peak)})" for words, row in changes if row is not None and row.fits]
+
+
+def _speed(row: Any) -> float:
+    return 0.0 if row is None else float(row.samples_per_second)
+
+
+def _part(example: Any, samples: int, divided: int) -> Any:
+    """The first part of a batch."""
+    if divided == 1:
+        return example
+    return map_tensors(
+        example,
+        lambda one: one[: samples // divided] if one.dim() and len(one) == samples else one,
+    )
+
+
+def _room(world: World) -> float:
+    """Bytes of this rank's GPU; 0 where there is none."""
+    if world.device.type != "cuda":
+        return 0.0
+    return float(torch.cuda.get_device_properties(world.device).total_memory)
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.3g} GB"
+
+
+def _halved(samples: int, accumulate: int) -> str:
+    return (
+        f"batches of {-(-samples // 2)} samples with accumulate={2 * accumulate}, which are the "
+        "same steps"
     )
 
 
 def _changes(settings: LoopSettings, samples: int, world: World) -> Iterator[str]:
     strategy: Strategy = settings.strategy
     if samples > 1:
-        yield (
-            f"batches of {-(-samples // 2)} samples with accumulate={2 * settings.accumulate}, "
-            "which are the same steps"
-        )
+        yield _halved(samples, settings.accumulate)
     if not settings.activation_checkpointing and strategy.recomputing_refused() is None:
         yield "activation_checkpointing=True, which computes layers twice"
     if strategy.name == "ddp" and world.world_size > 1 and not strategy.parted:
@@ -49,6 +152,6 @@ def _changes(settings: LoopSettings, samples: int, world: World) -> Iterator[str
     yield "more GPUs in a mesh of fsdp, tensor or pipeline"
 
 
-def samples_of(batch: Any) -> int:
+def _samples_of(batch: Any) -> int:
     """In the largest micro-batch of what `OptimizerStep` is called with."""
     return max(batch[1], default=0)

@@ -25,6 +25,8 @@ class Task:
             sentence; "" where there is none.
         keeps_outputs: outputs and targets of a step are used after it.
         shows_gradients: gradients are looked at after a step.
+        runner: who calls the model on a batch, as `allhands.plan` takes it; None where steps are
+            the user's own.
     """
 
     call: Callable[[nn.Module, Any], Any] | None
@@ -33,6 +35,7 @@ class Task:
     own_calls: str = ""
     keeps_outputs: bool = False
     shows_gradients: bool = False
+    runner: Any = None
 
 
 @dataclass

@@ -36,6 +36,7 @@ class SupervisedTraining(Training):
             own_calls="" if runner.plain_batches else "handle_batch is your own",
             keeps_outputs=bool(settings.metrics),
             shows_gradients=bool(self._step_hooks),
+            runner=runner,
         )
         loop = BaseLoop(
             settings,
