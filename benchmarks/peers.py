@@ -75,9 +75,24 @@ def step_overhead(found: dict[str, Any]) -> list[Table]:
         "accelerate": "Accelerate",
     }
     processes = "one process" if found["baseline"] == "by hand" else "two gloo workers"
-    return summary(
+    ((title, header, rows),) = summary(
         found, f"Linear regression, batch 32, {processes}", names, "us of CPU time a step"
     )
+    counted = found.get("instructions", {}).get("of", {})
+    base = counted.get(found["baseline"])
+    kept = [counted.get(name) for name in names if name in found["median"]]
+    if base is not None:
+        steps = [
+            "" if one is None else f"{one['step'] / 1e3:,.0f} ({base['step'] / one['step']:.2f})"
+            for one in kept
+        ]
+        once = ["" if one is None else f"{one['training'] / 1e6:,.0f}" for one in kept]
+        rows = [
+            *rows,
+            ["thousand instructions a step", *steps],
+            ["million instructions of a training beside its steps", *once],
+        ]
+    return [(title, header, rows)]
 
 
 def launch(found: dict[str, Any]) -> list[Table]:

@@ -10,6 +10,7 @@ import torch
 from allhands.comm.clipping import clip_factor
 from allhands.errors import UserError
 from allhands.kvstore import KVStore, Share, create
+from allhands.kvstore.local_keys import LocalKeys
 
 
 def store_of(**values: torch.Tensor) -> KVStore:
@@ -260,3 +261,22 @@ def test_a_table_begins_with_given_rows() -> None:
     store.set_optimizer("sgd", learning_rate=1.0)
     with pytest.raises(UserError, match=r"init\('u'\) with given rows comes before set_optimizer"):
         store.init("u", torch.ones(3, 2).to_sparse(1))
+
+
+def test_the_work_of_pushing_keys_one_by_one_does_not_grow_with_their_square(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    moved: list[int] = []
+    cut = LocalKeys._cut
+    monkeypatch.setattr(
+        LocalKeys,
+        "_cut",
+        lambda store, bucket, pieces: moved.append(len(bucket.names)) or cut(store, bucket, pieces),
+    )
+    store, count = create("local"), 512
+    names = [f"{number:03}" for number in range(count)]
+    store.init(names, [torch.zeros(2)] * count)
+    for turn in (1.0, 2.0):
+        store.push(names, [torch.full((2,), turn + n) for n in range(count)])
+        assert [float(out[0]) for out in store.pull(names)] == [turn + n for n in range(count)]
+    assert sum(moved) <= 4 * count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,28 @@ def test_many_metrics_and_loaders_have_a_place_each(tmp_path: Path) -> None:
     assert len({curves._colour(name, ["train", "valid", "a", "b"]) for name in "ab"}) == 2
     with pytest.raises(UserError, match="cannot be written"):
         draw_curves(tmp_path / "absent" / "a.png", {"round": [1, 2]}, found)
+
+
+def test_all_that_is_written_lies_within_the_picture_and_apart() -> None:
+    scales = {"loss": 1.0, "millions": 5e6, "tiny": 2e-6, "long": 0.0123}
+    found = {
+        name: {"train": ([0, 1], [scale, scale / 3]), "valid": ([0, 1], [scale, scale / 2])}
+        for name, scale in scales.items()
+    }
+    figure = curves.curves_figure({"epoch": [1, 100_000]}, found)
+    figure.draw_without_rendering()
+    drawn, empty = figure.axes[: len(scales)], figure.axes[len(scales) :]
+    assert empty
+    assert not any(axes.axison for axes in empty)
+    boxes = [axes.get_tightbbox() for axes in drawn]
+    for box in boxes:
+        assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1
+        assert figure.bbox.y0 <= box.y0 < box.y1 <= figure.bbox.y1
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+    (tiny,) = (axes for axes in drawn if axes.get_title(loc="left") == "tiny")
+    common = tiny.yaxis.get_offset_text()
+    assert common.get_text()
+    assert not common.get_window_extent().overlaps(tiny._left_title.get_window_extent())
 
 
 def test_a_long_curve_keeps_its_peaks_and_its_ends() -> None:

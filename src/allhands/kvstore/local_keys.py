@@ -19,6 +19,7 @@ from allhands.kvstore.store_modes import Mode
 from allhands.kvstore.values import RowSparse
 
 Rows = tuple[torch.Tensor, torch.Tensor]
+_RESTS = 8  # into which a bucket is cut where one key is taken out
 
 
 class LocalKeys(KVStore):
@@ -133,10 +134,12 @@ class LocalKeys(KVStore):
             self._buckets[name] = bucket
 
     def _buckets_of(self, names: Iterable[str]) -> list[KeyBucket]:
-        """The buckets that hold these keys and no others. A bucket that also holds others is cut in
-        two for good.
+        """The buckets that hold these keys and no others. A bucket that also holds others is cut
+        for good.
 
-        All workers ask for the same keys, so that all of them cut alike.
+        All workers ask for the same keys, so that all of them cut alike. One key alone is followed
+        by others where keys are pushed one by one, so the rest is cut, too: to cut a key off the
+        rest each time would take time that grows with the square of their number.
         """
         wanted = set(names)
         found = []
@@ -144,7 +147,9 @@ class LocalKeys(KVStore):
             asked = [name for name in bucket.names if name in wanted]
             if len(asked) < len(bucket.names):
                 others = [name for name in bucket.names if name not in wanted]
-                found.append(self._cut(bucket, [asked, others])[0])
+                length = -(-len(others) // _RESTS) if len(wanted) == 1 else len(others)
+                rests = [others[first : first + length] for first in range(0, len(others), length)]
+                found.append(self._cut(bucket, [asked, *rests])[0])
             else:
                 found.append(bucket)
         return found

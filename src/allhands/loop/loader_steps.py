@@ -24,13 +24,15 @@ class LoaderSteps:
     def __init__(self, loop: BoundLoop, feed: Feed, position: Position) -> None:
         self._loop, self._name, self._position = loop, feed.name, position
         self._steps = loop.batches_left(feed, position)
+        self._again = loop.elastic is not None  # alone asks for a step again
         self._before = self._marks()
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        self._before = self._marks()
+        if self._again:
+            self._before = self._marks()
         try:
             return next(self._steps)
         except Exception:

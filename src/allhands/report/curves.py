@@ -8,7 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from allhands.report.figures import TEXT, has_matplotlib, new_figure, plain, save_figure
+from allhands.report.figures import (
+    TEXT,
+    has_matplotlib,
+    leave_room,
+    new_figure,
+    plain,
+    save_figure,
+)
 from allhands.report.page import picture, pictures
 
 # Of a curve: the places in the table at which something was measured, and what.
@@ -57,10 +64,11 @@ def curves_figure(
     columns = min(len(names), _COLUMNS)
     rows = math.ceil(len(names) / columns)
     figure = new_figure(max(4.5 * columns, 5), 3.4 * rows + 0.2)
-    all_axes = figure.subplots(rows, columns, squeeze=False).flat
+    leave_room(figure, rows, columns)
+    all_axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for name, axes in zip(names, all_axes, strict=False):
         draw_metric(axes, name, (label, places), curves[name])
-    for axes in list(all_axes)[len(names) :]:
+    for axes in all_axes[len(names) :]:
         axes.set_axis_off()
     return figure
 
@@ -75,6 +83,7 @@ def curve_pictures(label: str, at: list[float], curves: Mapping[str, Mapping[str
     for name, of_loaders in list(curves.items())[:_PICTURES]:
 
         def draw(figure: Any, name: str, of_loaders: Mapping[str, Curve]) -> None:
+            leave_room(figure)
             draw_metric(figure.subplots(), name, (label, at), of_loaders)
 
         one = partial(draw, name=name, of_loaders=of_loaders)
@@ -118,7 +127,9 @@ def draw_metric(
             markersize=3,
             label=loader,
         )
-    axes.set_title(name, loc="left", fontweight="bold", color=TEXT)
+    # A place of its own, above what numbers of the axis have in common (1e-6): matplotlib finds one
+    # by measuring every text.
+    axes.set_title(name, loc="left", fontweight="bold", color=TEXT, y=1.0, pad=15)
     axes.set_xlabel(label)
     plain(axes, whole)
     if whole and places:  # a curve of one point, too, lies among all rounds

@@ -11,6 +11,10 @@ from typing import Any
 from allhands.errors import UserError
 
 TEXT, FAINT = "#303236", "#d8dade"
+# Inches around axes that have a title and a label below: left, right, below, above.
+_ROOM = (0.72, 0.25, 0.55, 0.48)
+# Of PNG files. zlib's 9, which is matplotlib's default, takes four times as long for 3 % less.
+_COMPRESSION = 3
 
 
 def has_matplotlib() -> bool:
@@ -44,6 +48,25 @@ def new_figure(width: float, height: float, what: str = "a plot") -> Any:
     return _figure_class()(figsize=(width, height), layout="constrained")
 
 
+def leave_room(figure: Any, rows: int = 1, columns: int = 1) -> None:
+    """Lay out a grid of axes with fixed margins, before anything is drawn.
+
+    This spares the default layout's measurement of every text, which takes as long as the drawing.
+    """
+    left, right, below, above = _ROOM
+    width, height = figure.get_size_inches()
+    across, down = columns * (left + right), rows * (below + above)
+    figure.set_layout_engine(None)
+    figure.subplots_adjust(
+        left=left / width,
+        right=1 - right / width,
+        bottom=below / height,
+        top=1 - above / height,
+        wspace=across / (width - across),
+        hspace=down / (height - down),
+    )
+
+
 @cache
 def _figure_class() -> Any:
     class ShownFigure(require_matplotlib().Figure):  # type: ignore[misc]
@@ -64,8 +87,11 @@ def save_figure(figure: Any, path: str | Path) -> None:
         UserError: the file cannot be written, or has an ending that is no picture's.
     """
     path = Path(path).expanduser()
+    given: dict[str, Any] = {}
+    if path.suffix.lower() == ".png":
+        given["pil_kwargs"] = {"compress_level": _COMPRESSION}
     try:
-        figure.savefig(path, dpi=140)
+        figure.savefig(path, dpi=140, **given)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(

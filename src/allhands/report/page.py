@@ -154,12 +154,16 @@ def picture(draw: Callable[[Any], None], size: tuple[float, float], what: str) -
     """
     require_matplotlib("a report")
     import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
 
     room = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": what}):
         figure = new_figure(*size, what="a report")
         draw(figure)
-        figure.savefig(room, format="svg", transparent=True, metadata={"Date": None})
+        for part in (figure, *figure.axes):
+            part.patch.set_visible(False)
+        # savefig draws twice
+        FigureCanvasSVG(figure).print_svg(room, metadata={"Date": None})
     text = room.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)

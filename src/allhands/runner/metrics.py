@@ -191,6 +191,7 @@ class LoaderMetrics(LossMean):
         super().start(where)
         self._outputs: list[torch.Tensor] = []
         self._targets: list[torch.Tensor] = []
+        self._shape: tuple[torch.Size, torch.Size] | None = None  # of a row of these
         self._kept = 0
         # Of outputs that are no tensors: the step and the samples of each.
         self._rows: list[tuple[int, int]] = []
@@ -214,11 +215,10 @@ class LoaderMetrics(LossMean):
             self._rows.append((self.step, rows))
             self._update(output, target, rows)
             return
-        if self._outputs and (
-            output.shape[1:] != self._outputs[0].shape[1:]
-            or target.shape[1:] != self._targets[0].shape[1:]
-        ):
+        shape = output.shape[1:], target.shape[1:]
+        if shape != self._shape:
             self._flush()
+            self._shape = shape
         self._outputs.append(output.detach())
         self._targets.append(target)
         self._kept += output.numel()
