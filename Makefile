@@ -86,6 +86,7 @@ bench: $(DEV)
 	$(BIN)/python benchmarks/step_overhead.py --workers 2
 	$(BIN)/python benchmarks/launch.py
 	$(BIN)/python benchmarks/kvstore.py
+	$(BIN)/python benchmarks/growth.py
 	$(BIN)/python benchmarks/horovod.py --out horovod_2
 	$(BIN)/python benchmarks/tables.py
 

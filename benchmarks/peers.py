@@ -4,6 +4,7 @@ times as fast as the first."""
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -310,7 +311,54 @@ def planning(found: dict[str, Any]) -> list[Table]:
     return [("bf16, a step of each on H200s", header, rows)]
 
 
+GROWTH = {  # title, and what a size counts
+    "workers": ("Processes under `ddp` on gloo, a linear model of 64 x 64", "workers"),
+    "clients": ("Cohorts of 10 out of clients that hold 2 samples each", "clients"),
+    "parameters": ("Plans of GPTs on the meta device, 8 GPUs, `ddp` and `fsdp`", "parameters"),
+    "stored": ("A checkpoint of a model with Adam", "parameters"),
+    "samples": ("A shuffled data set that computes its samples, batches of 256", "samples"),
+    "keys": ("`pushpull` of a list of keys, 16 numbers each", "keys"),
+}
+
+
+def exponent(points: list[dict[str, float]], name: str) -> float:
+    """The x of n^x, from the last size but one to the largest; below 0.05 also where it fell."""
+    (one, other) = points[-2:]
+    if min(one[name], other[name]) <= 0:
+        return 0.0
+    return math.log(other[name] / one[name]) / math.log(other["size"] / one["size"])
+
+
+def growth(found: dict[str, Any]) -> list[Table]:
+    made = []
+    for axis, points in found["axes"].items():
+        title, unit = GROWTH[axis]
+        names = [name for name in points[0] if name not in ("size", "parameters")]
+        rows = [
+            [
+                name,
+                *(
+                    f"{point[name]:,.0f}" if point[name] >= 20 else f"{point[name]:,.2f}"
+                    for point in points
+                ),
+                "" if name == "layers" else f"{exponent(points, name):.2f}",
+            ]
+            for name in names
+        ]
+        header = [unit, *(_count(point["size"]) for point in points), "n^x at the end"]
+        made.append((f"{title}, {about(found)}", header, rows))
+    return made
+
+
+def _count(number: float) -> str:
+    for unit, name in ((1e9, "B"), (1e6, "M")):
+        if number >= unit:
+            return f"{number / unit:g} {name}"
+    return f"{number:,.0f}"
+
+
 MAKERS = {
+    "growth": growth,
     "planning": planning,
     "step_overhead": step_overhead,
     "launch": launch,

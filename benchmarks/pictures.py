@@ -1,7 +1,10 @@
-"""Bars of what `gpu_workers.py` has measured; `tables.py` calls for them."""
+"""Bars of what `gpu_workers.py` has measured, and curves of `growth.py`; `tables.py` calls for
+them."""
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +25,12 @@ COLOURS = {
 
 def draw(folder: Path, images: Path) -> list[str]:
     """Write two pictures for each machine, the second one where something was measured on several
-    GPUs; returns their names."""
+    GPUs, and one of `growth.py`; returns their names."""
     drawn = []
+    grown = folder / "growth.json"
+    if grown.exists():
+        growth(json.loads(grown.read_text())["axes"], images / "growth.png")
+        drawn.append("growth.png")
     for machine, files in gpu_results.machines(folder).items():
         cases = gpu_results.cases_of(files)
         for what, key, title in (
@@ -38,6 +45,27 @@ def draw(folder: Path, images: Path) -> list[str]:
                 bars(kept, key, f"{machine}: {title}", images / name)
                 drawn.append(name)
     return drawn
+
+
+def growth(axes_of: dict[str, list[dict[str, float]]], path: Path) -> None:
+    """A field for each axis, of logarithmic scales: what each cost is at each size, in times of
+    that at the first one; the dotted line grows as the size does."""
+    rows = math.ceil(len(axes_of) / 3)
+    figure = Figure(figsize=(11, 0.4 + 3.2 * rows), layout="constrained")
+    fields = list(figure.subplots(rows, 3, squeeze=False).flat)
+    for axes in fields[len(axes_of) :]:
+        axes.set_axis_off()
+    for axes, (name, points) in zip(fields, axes_of.items(), strict=False):
+        sizes = [point["size"] for point in points]
+        axes.loglog(sizes, [size / sizes[0] for size in sizes], color="#a3a8b3", linestyle=":")
+        for cost in (key for key in points[0] if key not in ("size", "parameters", "layers")):
+            values = [max(point[cost], 1e-9) for point in points]
+            axes.loglog(sizes, [one / values[0] for one in values], marker="o", label=cost)
+        axes.set_title(name, fontsize=10, loc="left", fontweight="bold")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=7)
+    figure.supylabel("times of that at the smallest size", fontsize=9)
+    figure.savefig(path, dpi=110)
 
 
 def bars(cases: list[dict[str, Any]], key: str, title: str, path: Path) -> None:

@@ -23,7 +23,7 @@ import peers
 from report import RESULTS
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "docs/benchmarks.md", "docs/planning.md")
+PAGES = ("README.md", "docs/benchmarks.md", "docs/planning.md", "docs/growth.md")
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
@@ -110,6 +110,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "gpu": gpu,
     "gpt": section("gpt_parallel*.json"),
     "step": section("step_overhead_*.json launch.json"),
+    "growth": section("growth.json"),
     "kvstore": section("kvstore*.json"),
     "mpi": section("mpi_allreduce_*.json"),
     "planning": section("planning.json"),

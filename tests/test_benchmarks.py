@@ -204,3 +204,38 @@ def test_contenders_take_turns_in_two_workers():
             done.stdout
         )
     assert sorted(RESULTS.iterdir()) == before
+
+
+def test_growth_is_told_as_the_power_of_the_size(tables, scripts, tmp_path):
+    points = [
+        {"size": size, "ms": 0.5 * size, "MB": 200.0, "ms of all pairs": size**2 / 1e6}
+        for size in (10, 100_000, 1_000_000)
+    ]
+    (tmp_path / "growth.json").write_text(
+        json.dumps({"axes": {"keys": points}, "machine": {**MACHINE, "gpus": []}})
+    )
+    page = tables.TABLES["growth"](tmp_path)
+    assert "| keys | 10 | 100,000 | 1 M | n^x at the end |" in page
+    assert "| ms | 5.00 | 50,000 | 500,000 | 1.00 |" in page
+    assert "| MB | 200 | 200 | 200 | 0.00 |" in page
+    assert re.search(r"ms of all pairs .* 2\.00 \|", page)
+    drawn = scripts("pictures").draw(tmp_path, tmp_path)
+    assert drawn == ["growth.png"]
+    assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_point_of_growth_is_measured(scripts):
+    found = scripts("growth").AXES["stored"][0](10_000)
+    assert found["ms a checkpoint"] > 0
+
+
+def test_instructions_stand_beside_seconds(tables, tmp_path):
+    results = json.loads((RESULTS / "step_overhead_1.json").read_text())
+    counted = {"step": 1_000_000, "training": 2_000_000}
+    results["instructions"] = {
+        "of": {"by hand": counted, "allhands": {"step": 500_000, "training": 90_000_000}}
+    }
+    (tmp_path / "step_overhead_1.json").write_text(json.dumps(results))
+    page = tables.TABLES["step"](tmp_path)
+    assert "| thousand instructions a step | 1,000 (1.00) | 500 (2.00) | | |" in page
+    assert "| million instructions of a training beside its steps | 2 | 90 | | |" in page

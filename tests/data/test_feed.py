@@ -4,6 +4,7 @@ process."""
 from __future__ import annotations
 
 import multiprocessing
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -487,3 +488,17 @@ def test_level_shares_of_batches_that_a_sampler_has_made() -> None:
         ((batches, counts, total, idle),) = feed.epoch(0)
         assert [list(counts), total, idle] == [[len(made[rank]) if rank < 3 else 0], 6, False]
         assert [int(value) for value in batches[0]] == (made[rank] if rank < 3 else [0])
+
+
+def test_an_epoch_of_many_samples_takes_eight_bytes_for_each() -> None:
+    count = 300_000
+    (feed,) = loader_feeds(DataLoader(Numbers(count), batch_size=100, shuffle=True), 1)
+    tracemalloc.start()
+    try:
+        steps = feed.epoch(0)
+        for _ in range(3):
+            next(steps)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 8 * count / 4  # of Python's own; the order is a tensor

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import allhands
 from allhands import UserError
 from allhands.loop import checkpoint
 from allhands.loop.checkpoint import storage
+from allhands.loop.checkpoint.files import CHECKSUMS
 from tests.runner.problems import fit
 
 
@@ -166,3 +169,33 @@ def test_a_checkpoint_is_named_by_a_string_too(tmp_path, monkeypatch):
     ):
         with pytest.raises(UserError, match=right):
             allhands.load_checkpoint(wrong)
+
+
+@pytest.mark.parametrize("kind", sorted(CHECKSUMS))
+def test_any_known_checksum_is_written_and_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(storage, "fastest_checksum", lambda: kind)
+    state = {"weights": torch.randn(100_000), "epoch": 1}
+    checkpoint.save(tmp_path, state, {"epoch": 1}, False)
+    path = tmp_path / "epoch-0001"
+    entries = json.loads((path / "manifest.json").read_text())["files"]
+    assert {*itertools.chain(*entries.values())} == {kind, "bytes"}
+    assert not list(path.glob("*.sum"))
+    assert checkpoint.load(path)["epoch"] == 1
+    tensors = next(path.glob("*.distcp"))
+    content = bytearray(tensors.read_bytes())
+    content[len(content) // 2] ^= 1
+    tensors.write_bytes(content)
+    with pytest.raises(UserError, match="does not match its checksum"):
+        checkpoint.load(path)
+
+
+def test_a_file_without_a_known_checksum_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    manifest = tmp_path / "epoch-0001" / "manifest.json"
+    found = json.loads(manifest.read_text())
+    found["files"] = {name: {"bytes": one["bytes"]} for name, one in found["files"].items()}
+    manifest.write_text(json.dumps(found))
+    with pytest.raises(UserError, match=r"manifest.json cannot be read \('crc32'\)"):
+        checkpoint.load(tmp_path / "epoch-0001")

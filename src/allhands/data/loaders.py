@@ -83,17 +83,15 @@ class LoaderFeed(Feed):
 
     def _read(self, epoch: int, skip: int) -> Iterator[StepBatch]:
         self._listeners.set_epoch(epoch)
-        steps = self._plan(epoch, skip)
+        parts, steps = self._plan(epoch, skip)
         seed = derive_seed(self.seed, "sample", self.name, epoch)
-        self._batches.batches = [
-            (seed, first, batch) for batches, _, _, _ in steps for first, batch in batches
-        ]
+        self._batches.requests = ((seed, first, batch) for first, batch in parts)
         # What loader processes draw outside of samples, in a worker_init_fn: others in each epoch
         # and on each rank.
         self._generator.manual_seed(derive_seed(self.seed, "loader", self.name, epoch, self.rank))
         with reading(self.loader, self.name) as loaded:
-            for batches, counts, total, idle in steps:
-                yield [next(loaded) for _ in batches], counts, total, idle
+            for counts, total, idle in steps:
+                yield [next(loaded) for _ in counts], counts, total, idle
 
     def example(self, count: int) -> Any:
         dataset = self.loader.dataset
@@ -109,10 +107,13 @@ class LoaderFeed(Feed):
 
     def _plan(
         self, epoch: int, skip: int
-    ) -> list[tuple[list[tuple[int, list[int]]], list[int], int, bool]]:
-        """For each step: this rank's batches, as the position of their first sample in the epoch
-        and the sample indices; the samples of each; those of the whole step; whether a rank has
-        none."""
+    ) -> tuple[Iterator[tuple[int, list[int]]], Iterator[tuple[list[int], int, bool]]]:
+        """This rank's batches, as the position of their first sample in the epoch and the sample
+        indices; and for each step: the samples of each of its batches; those of the whole step;
+        whether a rank has none.
+
+        Loader processes read ahead, so that the one runs before the other.
+        """
         if isinstance(self.order, BatchSource):
             made = self.order.batches(epoch)
             starts = list(itertools.accumulate(map(len, made), initial=0))
@@ -124,7 +125,8 @@ class LoaderFeed(Feed):
                 )
             left = starts.index(skip)
             dealer = Dealer(len(made) - left, **self.deal)
-            steps = []
+            steps: list[tuple[list[int], int, bool]] = []
+            parts: list[tuple[int, list[int]]] = []
             for number, share in enumerate(dealer.shares(self.rank)):
                 first = left + number * dealer.global_batch
                 samples = starts[first + share.total] - starts[first]
@@ -132,15 +134,21 @@ class LoaderFeed(Feed):
                 batches, counts = [(starts[i], made[i]) for i in mine], [len(made[i]) for i in mine]
                 short = len(share.sizes) - len(batches)
                 batches += [(starts[first], made[first][:1])] * short
-                steps.append((batches, counts + [0] * short, samples, is_idle(share, dealer)))
-            return steps
+                parts += batches
+                steps.append((counts + [0] * short, samples, is_idle(share, dealer)))
+            return iter(parts), iter(steps)
         assert isinstance(self.order, IndexSource)
-        order = self.order.indices(epoch)[skip:].tolist()
+        # Eight bytes a sample; all indices at once as Python's numbers would be fifty.
+        order = self.order.indices(epoch)[skip:]
         dealer = Dealer(len(order), **self.deal)
-        return [
-            (cut(order, share, skip), list(share.sizes), share.total, is_idle(share, dealer))
+        return (
+            (first, part.tolist())
             for share in dealer.shares(self.rank)
-        ]
+            for first, part in cut(order, share, skip)
+        ), (
+            (list(share.sizes), share.total, is_idle(share, dealer))
+            for share in dealer.shares(self.rank)
+        )
 
 
 def with_processes(name: str, options: dict[str, Any], stream: bool = False) -> dict[str, Any]:
@@ -186,10 +194,7 @@ class _RankBatches:
     """A batch sampler whose batches are replaced before each epoch."""
 
     def __init__(self) -> None:
-        self.batches: list[Request] = []
+        self.requests: Iterator[Request] = iter(())
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self.batches)
-
-    def __len__(self) -> int:
-        return len(self.batches)
+        return self.requests

@@ -13,7 +13,7 @@ from allhands.errors import UserError
 from allhands.federated.by_client import BY_CLIENT, MOST_BY_NAME
 from allhands.report import has_matplotlib
 from allhands.report.curves import draw_metric
-from allhands.report.figures import TEXT, plain
+from allhands.report.figures import TEXT, fixed_axes, plain
 from allhands.report.history import History
 from allhands.report.page import grid, pairs, picture, pictures, section, wide, write_page
 
@@ -96,7 +96,9 @@ def _curves(history: Mapping[str, Any]) -> str:
 
             def draw(figure: Any, kind: str, label: str, at: list[float], of_kind: Any) -> None:
                 curves = {name.split(" ", 1)[0]: one for name, one in of_kind.items()}
-                draw_metric(figure.subplots(), kind, (label, at), curves, whole=label == "round")
+                draw_metric(
+                    fixed_axes(figure)[0], kind, (label, at), curves, whole=label == "round"
+                )
 
             one = partial(draw, kind=kind, label=label, at=at, of_kind=of_kind)
             drawn.append(picture(one, (4.6, 3.2), f"{kind} over {label}"))
@@ -185,7 +187,7 @@ def _curves_of_each(history: Mapping[str, Any], kinds: Sequence[str]) -> str:
         }
 
         def draw(figure: Any, title: str, curves: Any) -> None:
-            draw_metric(figure.subplots(), title, ("round", at), curves)
+            draw_metric(fixed_axes(figure)[0], title, ("round", at), curves)
 
         if curves:
             one = partial(draw, title=title, curves=curves)

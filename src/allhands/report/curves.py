@@ -10,8 +10,9 @@ from typing import Any
 
 from allhands.report.figures import (
     TEXT,
+    fixed_axes,
     has_matplotlib,
-    leave_room,
+    label_below,
     new_figure,
     plain,
     save_figure,
@@ -64,8 +65,7 @@ def curves_figure(
     columns = min(len(names), _COLUMNS)
     rows = math.ceil(len(names) / columns)
     figure = new_figure(max(4.5 * columns, 5), 3.4 * rows + 0.2)
-    leave_room(figure, rows, columns)
-    all_axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    all_axes = fixed_axes(figure, rows, columns)
     for name, axes in zip(names, all_axes, strict=False):
         draw_metric(axes, name, (label, places), curves[name])
     for axes in all_axes[len(names) :]:
@@ -83,8 +83,7 @@ def curve_pictures(label: str, at: list[float], curves: Mapping[str, Mapping[str
     for name, of_loaders in list(curves.items())[:_PICTURES]:
 
         def draw(figure: Any, name: str, of_loaders: Mapping[str, Curve]) -> None:
-            leave_room(figure)
-            draw_metric(figure.subplots(), name, (label, at), of_loaders)
+            draw_metric(fixed_axes(figure)[0], name, (label, at), of_loaders)
 
         one = partial(draw, name=name, of_loaders=of_loaders)
         drawn.append(picture(one, (4.6, 3.2), f"{name} by {label}"))
@@ -109,7 +108,7 @@ def draw_metric(
     """Draw one metric, a curve a loader.
 
     Args:
-        axes: matplotlib's.
+        axes: of `fixed_axes`.
         name: of the metric.
         over: the name and the column that curves are drawn over.
         loaders: the curves.
@@ -130,7 +129,7 @@ def draw_metric(
     # A place of its own, above what numbers of the axis have in common (1e-6): matplotlib finds one
     # by measuring every text.
     axes.set_title(name, loc="left", fontweight="bold", color=TEXT, y=1.0, pad=15)
-    axes.set_xlabel(label)
+    label_below(axes, label)
     plain(axes, whole)
     if whole and places:  # a curve of one point, too, lies among all rounds
         room = max(0.5, 0.03 * (max(places) - min(places)))

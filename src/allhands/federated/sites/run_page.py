@@ -15,6 +15,7 @@ from allhands.federated.sites.display import StatusTable, said_at
 from allhands.federated.sites.event_log import EventReader
 from allhands.report import has_matplotlib
 from allhands.report.curves import Curve, draw_metric
+from allhands.report.figures import fixed_axes
 from allhands.report.page import as_written, document, grid, paragraph, picture, pictures, section
 from allhands.wire.page_server import Answer, PageServer
 
@@ -155,7 +156,7 @@ def _draw(finished: Sequence[Mapping[str, Any]]) -> str:
 
     def drawn(kind: str) -> str:
         def draw(figure: Any) -> None:
-            draw_metric(figure.subplots(), kind, ("round", places), kinds[kind])
+            draw_metric(fixed_axes(figure)[0], kind, ("round", places), kinds[kind])
 
         return picture(draw, (4.6, 3.0), f"{kind} over round")
 

@@ -33,7 +33,14 @@ import torch
 
 from allhands.errors import UserError, kind_of, nearest
 from allhands.loop.checkpoint import tree
-from allhands.loop.checkpoint.files import INDEX_FILE, MANIFEST_FILE, STATE_FILE, sha256, sync
+from allhands.loop.checkpoint.files import (
+    CHECKSUMS,
+    INDEX_FILE,
+    MANIFEST_FILE,
+    STATE_FILE,
+    checksum,
+    sync,
+)
 from allhands.strategies.held import Held, Read
 
 _NAME = re.compile(r"epoch-(\d{4,})(?:-step-(\d{9,}))?")
@@ -242,7 +249,7 @@ def check_files(path: Path) -> dict[str, Any]:
     try:
         manifest: dict[str, Any] = json.loads(manifest_path.read_text())
         expected = {
-            str(name): (entry["sha256"], entry["bytes"])
+            str(name): (_checksums_in(entry), entry["bytes"])
             for name, entry in manifest["files"].items()
         }
     except FileNotFoundError:
@@ -255,7 +262,7 @@ def check_files(path: Path) -> dict[str, Any]:
                 path,
                 f"{manifest_path} lists no {needed}: it was written by another version of allhands",
             )
-    for name, (total, size) in expected.items():
+    for name, (totals, size) in expected.items():
         file = path / name
         if not file.is_file():
             raise _unusable(path, f"{file} is missing")
@@ -265,9 +272,21 @@ def check_files(path: Path) -> dict[str, Any]:
                 path,
                 f"{file} has {found} bytes and should have {size}: it was cut short or changed",
             )
-        if sha256(file) != total:
+        if any(checksum(file, kind) != total for kind, total in totals.items()):
             raise _unusable(path, f"{file} does not match its checksum: it is damaged")
     return manifest
+
+
+def _checksums_in(entry: dict[str, Any]) -> dict[str, str]:
+    """The checksums of a file, by kind.
+
+    Raises:
+        KeyError: there is none that is known here.
+    """
+    known = {kind: entry[kind] for kind in CHECKSUMS if kind in entry}
+    if not known:
+        raise KeyError("crc32")
+    return known
 
 
 def _unusable(path: Path, why: str) -> UserError:

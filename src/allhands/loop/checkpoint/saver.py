@@ -174,7 +174,7 @@ class Saver:
 
         planner = SavePieces()
         self._check_same(writer.aside.name)
-        # PyTorch's own CRC-32 takes four times as long as the SHA-256 that every file gets.
+        # PyTorch's own CRC-32 takes several times as long as the checksum that every file gets.
         crc = torch.serialization.get_crc32_options()
         torch.serialization.set_crc32_options(False)
         try:

@@ -10,7 +10,6 @@ only those who save or load do.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -34,17 +33,26 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from allhands.compat import StorageInfo
-from allhands.loop.checkpoint.files import INDEX_FILE, MANIFEST_FILE, STATE_FILE, sha256, sync
+from allhands.loop.checkpoint.files import (
+    CHECKSUMS,
+    INDEX_FILE,
+    MANIFEST_FILE,
+    STATE_FILE,
+    checksum,
+    fastest_checksum,
+    sync,
+)
 
-_SUM_SUFFIX = ".sha256"
+# Behind the name of a file: the file that holds its checksum until rank 0 has written the manifest.
+_SUM_SUFFIX = ".sum"
 
 
 class _ChecksumStream:
     """A file that sums up what is written to it, so that it need not be read again."""
 
-    def __init__(self, raw: IO[bytes]) -> None:
-        self.raw = raw
-        self.sum = hashlib.sha256()
+    def __init__(self, raw: IO[bytes], kind: str) -> None:
+        self.raw, self.kind = raw, kind
+        self.sum = CHECKSUMS[kind]()
 
     def write(self, data: Any) -> int:
         self.sum.update(data)
@@ -58,14 +66,14 @@ class _ChecksumFiles(FileSystem):
     """Makes the files that PyTorch's writer writes, and keeps their sums by name."""
 
     def __init__(self) -> None:
-        self.sums: dict[str, str] = {}
+        self.sums: dict[str, dict[str, str]] = {}
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         with Path(path).open(mode) as raw:
-            stream = _ChecksumStream(raw)
+            stream = _ChecksumStream(raw, fastest_checksum())
             yield stream
-        self.sums[Path(path).name] = stream.sum.hexdigest()
+        self.sums[Path(path).name] = {stream.kind: stream.sum.hexdigest()}
 
 
 class Writer(FileSystemWriter):
@@ -101,7 +109,7 @@ class Writer(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         written = super().write_data(plan, planner)
         for name, total in self._files.sums.items():
-            (self.aside / (name + _SUM_SUFFIX)).write_text(total)
+            (self.aside / (name + _SUM_SUFFIX)).write_text(json.dumps(total))
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -113,9 +121,12 @@ class Writer(FileSystemWriter):
             if path.suffix == _SUM_SUFFIX:
                 continue
             beside = path.with_name(path.name + _SUM_SUFFIX)
-            total = beside.read_text() if beside.exists() else sha256(path)
+            kind = fastest_checksum()
+            total = (
+                json.loads(beside.read_text()) if beside.exists() else {kind: checksum(path, kind)}
+            )
             beside.unlink(missing_ok=True)
-            files[path.name] = {"sha256": total, "bytes": path.stat().st_size}
+            files[path.name] = {**total, "bytes": path.stat().st_size}
         (self.aside / MANIFEST_FILE).write_text(
             json.dumps({**self.summary, "files": files}, indent=2) + "\n"
         )
