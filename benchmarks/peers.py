@@ -338,7 +338,9 @@ def growth(found: dict[str, Any]) -> list[Table]:
             [
                 name,
                 *(
-                    f"{point[name]:,.0f}" if point[name] >= 20 else f"{point[name]:,.2f}"
+                    f"{point[name]:,.0f}"
+                    if point[name] >= 20 or isinstance(point[name], int)
+                    else f"{point[name]:,.2f}"
                     for point in points
                 ),
                 "" if name == "layers" else f"{exponent(points, name):.2f}",
