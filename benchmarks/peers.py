@@ -293,7 +293,6 @@ def coala_tutorial(found: dict[str, Any]) -> list[Table]:
     return [(title, ["", "plain loop", "allhands"], rows)]
 
 
-# By the beginning of a file's name; the longer names come first.
 def planning(found: dict[str, Any]) -> list[Table]:
     rows = [
         [
@@ -359,8 +358,27 @@ def _count(number: float) -> str:
     return f"{number:,.0f}"
 
 
+def planning_links(found: dict[str, Any]) -> list[Table]:
+    rows = [
+        [
+            f"{case}, {speed}",
+            f"{row['predicted ms']:,.1f}",
+            f"{row['compute ms']:,.1f}",
+            f"{row['waiting ms'] + row['bubble ms']:,.1f}",
+            f"{row['measured ms']:,.1f}",
+            f"{100 * (row['of it'] - 1):+.0f} %",
+        ]
+        for speed, one in found["speeds"].items()
+        for case, row in one["cases"].items()
+    ]
+    header = ["ms a step", "plan", "computes", "waits", "measured", "error"]
+    return [(f"Two workers with a core each, {about(found)}", header, rows)]
+
+
+# By the beginning of a file's name; the longer names come first.
 MAKERS = {
     "growth": growth,
+    "planning_links": planning_links,
     "planning": planning,
     "step_overhead": step_overhead,
     "launch": launch,

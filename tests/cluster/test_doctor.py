@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from allhands.planning.measured_links import read_links
 from tests.cluster.hosts import DISK, Hosts
 from tests.cluster.machine import call
 from tests.timeouts import patience
@@ -109,6 +110,22 @@ def test_healthy_hosts(hosts: Hosts) -> None:
     # Two ranks: each sends the tensor once.
     assert reduced["expected_gb_per_s"] == pytest.approx(slowest, rel=0.01)
     assert 0 < reduced["sizes"][-1]["gb_per_s"] < 100
+
+
+def test_collectives_are_measured_for_plans(hosts: Hosts, tmp_path: Path) -> None:
+    profile = tmp_path / "links.json"
+    profile.write_text('{"operations": {"some": 1.0}}')
+    told = doctor(hosts, "-H", "d1,d2", "--dir", DISK, "--profile", str(profile))
+    values = next(one["values"] for one in told["findings"] if one["check"] == "all-reduce")
+    written = json.loads(profile.read_text())
+    assert written["operations"] == {"some": 1.0}
+    assert written["links"]["between"]["kinds"] == values["kinds"]
+    links = read_links(profile)
+    assert links is not None
+    kinds = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
+    assert set(links.between) == set(kinds)
+    for kind in kinds:
+        assert 0 < links.seconds(1e6, kind, 2, 2) < 10
 
 
 def test_a_host_is_off_and_the_other_is_still_examined(hosts: Hosts) -> None:

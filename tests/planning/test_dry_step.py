@@ -121,12 +121,13 @@ def workload(accumulate: int) -> Workload:
         SAMPLES,
         SupervisedRunner(device="cpu"),
         accumulate=accumulate,
+        backend="gloo",
     )
 
 
 def dry(name: str, workers: int, accumulate: int, rank: int) -> list[tuple[str, int, int]]:
     strategy = STRATEGIES[name](workers)
-    return plain(dry_step(workload(accumulate), strategy, workers, rank, backend="gloo").transfers)
+    return plain(dry_step(workload(accumulate), strategy, workers, rank).transfers)
 
 
 PERIODS: dict[str, Callable[[], LocalSGD]] = {
@@ -157,7 +158,7 @@ def test_kinds_of_steps_are_those_of_a_period(name: str, workers: int) -> None:
     strategy = PERIODS[name]()
     sent = in_world(workers, trained_for, PERIODS[name](), workers, 2 * strategy.every)
     for rank in (0, workers - 1):
-        kinds = dry_steps(workload(1), strategy, workers, rank, backend="gloo")
+        kinds = dry_steps(workload(1), strategy, workers, rank)
         expected = [
             plain(kind.transfers)
             for kind in kinds

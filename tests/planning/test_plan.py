@@ -12,12 +12,18 @@ import yaml
 from torch import nn
 
 import allhands
-from allhands import DDP, LocalSGD, UserError
+from allhands import DDP, FSDP, LocalSGD, Pipeline, UserError
 from allhands.cli.main import run
 from allhands.models.transformer import GPT, NextToken
 from allhands.planning.candidates import Candidate
 from allhands.planning.machines import card_named
-from allhands.planning.operation_times import OperationTimes, read_times, write_times
+from allhands.planning.operation_times import (
+    OperationTimes,
+    read_correction,
+    read_times,
+    write_times,
+)
+from allhands.planning.step_correction import ALONE
 
 SIZES = {"vocab_size": 512, "block_size": 128, "layers": 4, "heads": 8, "width": 256}
 
@@ -167,3 +173,26 @@ def test_the_command_plans_a_run_file(capsys: pytest.CaptureFixture[str]) -> Non
     assert {row["strategy"] for row in found["rows"]} >= {"ddp", "fsdp"}
     assert run(["plan", "--gpus", "2", "--card", "a1000"]) == 2
     assert "did you mean 'a100'?" in capsys.readouterr().err
+
+
+def test_processors_are_planned_by_real_steps_and_measured_operations(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="'cpu' has no published peaks; write --measure"):
+        plan(2, card="cpu")
+    times = OperationTimes(card_named("cpu"), device=torch.device("cpu"))
+    ways = [DDP(), FSDP(), Pipeline()]
+    strategies = [Candidate(one, {"name": one.name}) for one in ways]
+    found = plan(2, card="cpu", link="eth1", times=times, strategies=strategies)
+    by_name = {row.name: row for row in found.rows}
+    assert times.correction != ALONE
+    for row in found.rows:
+        assert row.seconds.compute > 0
+        assert row.memory["process"] > 0
+    # Neither CUDA nor its libraries take memory there, and gathers hold the thread up.
+    assert "CUDA and NCCL" not in by_name["ddp"].memory
+    assert by_name["fsdp"].seconds.waiting > by_name["ddp"].seconds.waiting
+    assert by_name["pipeline"].seconds.bubble > 0
+    path = tmp_path / "cpu.json"
+    path.write_text('{"links": {"between": {}}}')
+    write_times(path, times)
+    assert read_correction(path) == times.correction
+    assert json.loads(path.read_text())["links"] == {"between": {}}

@@ -3,14 +3,16 @@ cannot."""
 
 from __future__ import annotations
 
+import json as json_format
 import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from allhands.cli.launch import forwarded_variables
-from allhands.doctor import Request, examine
+from allhands.doctor import Report, Request, examine
 from allhands.doctor.render import as_json, show
 from allhands.errors import UserError
 from allhands.launch.hosts import read_hosts
@@ -51,6 +53,14 @@ def doctor(
             "--gpus", help="The all-reduce has a worker for each GPU, instead of one a host."
         ),
     ] = False,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            help="Measure collectives of all kinds, and write their times here for `allhands plan "
+            "--profile`.",
+            show_default=False,
+        ),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> int:
     """Check whether this machine, or the hosts of a job, can train together.
@@ -72,6 +82,10 @@ def doctor(
         )
     if gpus and not all_reduce:
         raise UserError("--gpus is about the all-reduce; leave out --no-all-reduce, or --gpus")
+    if profile is not None and not all_reduce:
+        raise UserError(
+            "--profile is about the all-reduce; leave out --no-all-reduce, or --profile"
+        )
     path = sync_dst_dir or folder or os.getcwd()
     request = Request(
         hosts=read_hosts(hosts) if hosts else (),
@@ -80,6 +94,7 @@ def doctor(
         folder=path if sync_dst_dir else os.path.abspath(os.path.expanduser(path)),
         copies=bool(sync_dst_dir),
         all_reduce=all_reduce,
+        kinds=profile is not None,
         per_gpu=gpus,
     )
     # Without it the probes would still end, by the end of their input, but what was made here would
@@ -88,8 +103,26 @@ def doctor(
         report = examine(
             request, lambda text: print(f"allhands: {text}", file=sys.stderr, flush=True)
         )
+    if profile is not None:
+        _write(profile, report)
     if json:
         print(as_json(report))
     else:
         show(report)
     return 1 if report.problems else 0
+
+
+def _write(profile: Path, report: Report) -> None:
+    """Put the times of collectives into a profile, beside what else it has."""
+    found = next((one.values for one in report.findings if "kinds" in one.values), None)
+    if found is None:
+        raise UserError(
+            f"{profile} was not written: no collective was measured; mend what the doctor names, "
+            "and have at least two workers"
+        )
+    text = profile.read_text(encoding="utf-8") if profile.exists() else "{}"
+    links = {key: found[key] for key in ("ranks", "hosts", "backend", "kinds")}
+    known = json_format.loads(text)
+    place = "between" if found["hosts"] > 1 else "inside"
+    known["links"] = {**known.get("links", {}), place: links}
+    profile.write_text(json_format.dumps(known, indent=1) + "\n", encoding="utf-8")

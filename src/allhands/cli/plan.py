@@ -14,6 +14,7 @@ from allhands.errors import UserError
 if TYPE_CHECKING:
     from allhands.config import RunFile
     from allhands.planning.federated_plan import FederatedPlan
+    from allhands.planning.measured_links import MeasuredLinks
     from allhands.planning.operation_times import OperationTimes
 
 
@@ -32,11 +33,14 @@ def plan(
         ),
     ] = None,
     link: Annotated[
-        str,
+        str | None,
         typer.Option(
-            "--link", help="Within a host and between hosts: nvlink+ib400, pcie+eth100, 12.5GB/s."
+            "--link",
+            help="Within a host and between hosts: nvlink+ib400, pcie+eth100, 12.5GB/s; default: "
+            "the profile's, or nvlink+ib400.",
+            show_default=False,
         ),
-    ] = "nvlink+ib400",
+    ] = None,
     per_host: Annotated[int, typer.Option("--per-host", help="GPUs of a host.", min=1)] = 8,
     measure: Annotated[
         bool,
@@ -123,7 +127,7 @@ def plan(
         gpus=gpus,
         card=card,
         memory=memory,
-        link=link,
+        link=link or _measured(profile) or "nvlink+ib400",
         per_host=per_host,
         times=times,
         processes=cores(),
@@ -179,14 +183,22 @@ def _times(card: str, measure: bool, profile: Path | None) -> OperationTimes:
     import torch
 
     from allhands.planning.machines import card_named
-    from allhands.planning.operation_times import OperationTimes, read_times
+    from allhands.planning.operation_times import OperationTimes, read_correction, read_times
+    from allhands.planning.step_correction import ALONE
 
     device = None
     if measure:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     there = profile is not None and (profile.exists() or not measure)
     known = read_times(profile) if there and profile is not None else {}
-    return OperationTimes(card_named(card), known, device)
+    correction = read_correction(profile) if there and profile is not None else ALONE
+    return OperationTimes(card_named(card), known, device, correction)
+
+
+def _measured(profile: Path | None) -> MeasuredLinks | None:
+    from allhands.planning.measured_links import read_links
+
+    return read_links(profile) if profile is not None and profile.exists() else None
 
 
 def _definition(run_file: RunFile) -> dict[str, Any]:

@@ -71,12 +71,16 @@ class Collective:
             broadcast), or that they have in the beginning (the others).
         size: ranks of the group.
         group: the name of the group.
+        peer: of a message, the rank in the group that it goes to or comes from; else -1.
+        asynchronous: the caller goes on beside it.
     """
 
     kind: str
     payload: int
     size: int
     group: str = ""
+    peer: int = -1
+    asynchronous: bool = False
 
     @property
     def sent(self) -> float:
@@ -132,7 +136,14 @@ def transfer_of(function: Any, args: tuple[Any, ...]) -> Collective | None:
     payload = sum(tensor.nbytes for tensor in _flat(tensors))
     if kind in ("all_gather", "gather"):
         payload *= size
-    return Collective(kind, payload, size, group.group_name)
+    given = dict(zip(_arguments(function), args, strict=False))
+    peer = given.get("dst", given.get("src", -1))
+    beside = "async_op" in _arguments(function) and given.get("async_op", True)
+    return Collective(kind, payload, size, group.group_name, peer, bool(beside))
+
+
+def _arguments(function: Any) -> list[str]:
+    return [one.name for one in function._schema.arguments]
 
 
 def _group_of(namespace: str, args: tuple[Any, ...]) -> Any:

@@ -29,10 +29,12 @@ MOST = 50
 LONGEST_S = 2.0
 GROUP_TIMEOUT_S = 15.0
 WHOLE_S = 30.0
+# With all kinds of collectives.
+WHOLE_OF_KINDS_S = 120.0
 
 
 def measure(
-    hosts: Sequence[Host], slots: Sequence[int], device: str = "auto"
+    hosts: Sequence[Host], slots: Sequence[int], device: str = "auto", kinds: bool = False
 ) -> tuple[dict[str, Any] | None, str]:
     """Run it.
 
@@ -40,26 +42,33 @@ def measure(
         hosts: where.
         slots: how many workers on each of them.
         device: "cpu", or "auto" for a GPU each where there are any.
+        kinds: measure collectives of other kinds too.
 
     Returns:
-        What rank 0 measured (`backend`; `sizes` with `bytes`, `seconds`) and "", or None and what
-        went wrong.
+        What rank 0 measured (`backend`; `sizes` with `bytes`, `seconds`; `kinds`, see
+        `allhands.doctor.collective_times`) and "", or None and what went wrong.
     """
+    longest = WHOLE_OF_KINDS_S if kinds else WHOLE_S
     options = Options(
-        workers=sum(slots), cwd="/", prefix=True, grace=1.0, heartbeat_timeout=WHOLE_S
+        workers=sum(slots), cwd="/", prefix=True, grace=1.0, heartbeat_timeout=longest
     )
     told: dict[int, dict[str, Any]] = {}
     said = io.StringIO()
     timed_out = threading.Event()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-        job = Job(Command("module", "allhands.doctor.allreduce", (device,)), hosts, options, slots)
+        job = Job(
+            Command("module", "allhands.doctor.allreduce", (device, str(int(kinds)))),
+            hosts,
+            options,
+            slots,
+        )
         job.supervisor.on_message = told.__setitem__
 
         def give_up() -> None:
             timed_out.set()
             job.supervisor.interrupt(signal.SIGINT)
 
-        timer = threading.Timer(WHOLE_S, give_up)
+        timer = threading.Timer(longest, give_up)
         timer.daemon = True
         timer.start()
         try:
@@ -69,7 +78,7 @@ def measure(
         finally:
             timer.cancel()
     if timed_out.is_set():
-        return None, f"it did not end within {WHOLE_S:.0f} s"
+        return None, f"it did not end within {longest:.0f} s"
     if job.supervisor.signals:
         raise KeyboardInterrupt  # Ctrl-C, or the like, was for the doctor
     if code:
@@ -92,8 +101,9 @@ def _failure(text: str) -> str:
 # ---------------------------------------------------------------------- in the workers
 
 
-def work(device: str) -> None:
+def work(device: str, kinds: bool) -> None:
     """What each worker does."""
+    from allhands.doctor.collective_times import collective_times
     from allhands.launch import worker
     from allhands.world import finalize, init
 
@@ -110,7 +120,10 @@ def work(device: str) -> None:
             good, seconds = _one(count, world.device)
             correct = correct and good
             sizes.append({"bytes": count, "seconds": seconds})
-        worker.send({"correct": correct, "backend": world.backend, "sizes": sizes})
+        told = {"correct": correct, "backend": world.backend, "sizes": sizes}
+        if kinds and correct and world.world_size > 1:
+            told["kinds"] = collective_times(world)
+        worker.send(told)
     finally:
         finalize()
 
@@ -157,4 +170,4 @@ def _seconds(action: Any, device: Any) -> float:
 
 
 if __name__ == "__main__":
-    work(sys.argv[1])
+    work(sys.argv[1], kinds=sys.argv[2] == "1")

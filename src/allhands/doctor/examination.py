@@ -44,6 +44,7 @@ class Request:
         copies: a launch copies its files there, and makes it where it is missing
             (`--sync-dst-dir`).
         all_reduce: run one.
+        kinds: measure collectives of other kinds too.
         per_gpu: it has a worker for each GPU, instead of one a host (or two on this machine alone).
     """
 
@@ -53,6 +54,7 @@ class Request:
     folder: str = field(default_factory=os.getcwd)
     copies: bool = False
     all_reduce: bool = True
+    kinds: bool = False
     per_gpu: bool = False
 
 
@@ -380,7 +382,7 @@ class _Examination:
         device = "auto" if all(map(operator.ge, gpu_counts, counts)) else "cpu"
         hosts: list[Host] = [*map(self._ssh, specs)] or [LocalHost()]
         self.say(f"all-reduce by {sum(counts)} workers on {', '.join(self._names_of_hosts())}")
-        told, trouble = allreduce.measure(hosts, counts, device)
+        told, trouble = allreduce.measure(hosts, counts, device, self.request.kinds)
         if told is None:
             advice = (
                 "this is what a job would meet: mend the problems above first; if there are "

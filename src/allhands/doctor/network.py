@@ -251,6 +251,7 @@ def all_reduce(told: dict[str, Any], ranks: int, hosts: int, link_rate: float | 
             for one in told["sizes"]
         ],
         "expected_gb_per_s": round(expected / 1e9, 5) if expected else None,
+        **({"kinds": told["kinds"]} if "kinds" in told else {}),
     }
     if ranks == 1:
         found = (

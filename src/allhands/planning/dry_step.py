@@ -10,7 +10,7 @@ import copy
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +61,7 @@ class Workload:
         samples: how many samples that is.
         runner: calls the model on a batch.
         precision, accumulate, clip_norm, activation_checkpointing: as for `train`.
+        backend: "nccl", or "gloo" for ranks on processors.
     """
 
     model: nn.Module
@@ -73,6 +74,7 @@ class Workload:
     accumulate: int = 1
     clip_norm: float | None = None
     activation_checkpointing: Any = False
+    backend: str = "nccl"
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ class DryStep:
         events: phase, and operation or collective, in their order.
         groups: the ranks of the groups that they use.
         captured: its steps can be captured in CUDA graphs.
+        workers: ranks of the world.
         share: of all steps of a training, those that are like this one.
     """
 
@@ -94,6 +97,7 @@ class DryStep:
     events: list[tuple[str, Operation | Collective]]
     groups: GroupRanks
     captured: bool
+    workers: int = 1
     share: float = 1.0
 
     @property
@@ -107,7 +111,6 @@ def dry_steps(
     workers: int,
     rank: int = 0,
     per_host: int = 8,
-    backend: str = "nccl",
 ) -> list[DryStep]:
     """Take some steps of one rank, and tell what each kind of step does; most strategies have one.
 
@@ -117,22 +120,23 @@ def dry_steps(
         workers: how many ranks there would be.
         rank: which of them takes the steps.
         per_host: workers of a host.
-        backend: "nccl" or "gloo", over which some strategies call other collectives.
 
     Raises:
         UserError: the strategy cannot train this with so many workers; this process is in a world
             already.
     """
+    backend = workload.backend
     with ExitStack() as stack:
         world = stack.enter_context(_world(workers, rank, per_host, backend))
         if hasattr(strategy, "degrees_for") and workers > 1:
             strategy.degrees_for(workers).layout(world)
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         recorder = StepRecorder(mode)
-        model, optimizer, batch = _without_data(workload, mode)
+        model, optimizer, batch = _without_data(workload, mode, on_gpu=backend == "nccl")
         stack.callback(storage_resizing(recorder))
         stack.enter_context(chunks_on_demand())
-        stack.enter_context(CudaCasts())
+        if backend == "nccl":
+            stack.enter_context(CudaCasts())
         stack.enter_context(warnings.catch_warnings())
         # Addresses tell which tensors share memory; nothing is read there.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
@@ -146,15 +150,14 @@ def dry_step(*args: Any, **options: Any) -> DryStep:
     return step
 
 
-def _taken(
+def bound(
     workload: Workload,
     strategy: Strategy,
     world: World,
-    recorder: StepRecorder,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    batch: Any,
-) -> list[DryStep]:
+) -> tuple[OptimizerGroup, Objective]:
+    """A strategy that is bound to a model and its optimizer, and what its steps compute."""
     settings = LoopSettings(
         model=model,
         optimizer=optimizer,
@@ -171,13 +174,6 @@ def _taken(
         workload.criterion,
         runner.rows_of,
     )
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if strategy.takes_meta:  # the strategy makes what the rank holds of it
-            recorder.storages.add_elsewhere(tensor)
-        else:
-            recorder.storages.add(tensor, MADE)
-    for tensor in _floating(batch):
-        recorder.storages.add(tensor, MADE)
     group = OptimizerGroup(settings, world, task, _no_trial, lambda _: None)
     rule = LossRule(workload.criterion)
     rule.leave_unchecked()
@@ -185,6 +181,26 @@ def _taken(
         rule.cut_over(group.placement.slices)
     forward = Forward(runner, group.called, world.device, workload.criterion)
     objective = Objective(forward, rule, runner.target_of, lambda: lambda *_: None)
+    return group, objective
+
+
+def _taken(
+    workload: Workload,
+    strategy: Strategy,
+    world: World,
+    recorder: StepRecorder,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Any,
+) -> list[DryStep]:
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if strategy.takes_meta:  # the strategy makes what the rank holds of it
+            recorder.storages.add_elsewhere(tensor)
+        else:
+            recorder.storages.add(tensor, MADE)
+    for tensor in _floating(batch):
+        recorder.storages.add(tensor, MADE)
+    group, objective = bound(workload, strategy, world, model, optimizer)
     gradients: set[int] = set()
 
     def before(*_: Any) -> None:
@@ -221,6 +237,7 @@ def _taken(
                     recorder.events,
                     recorder.groups,
                     captured,
+                    world.world_size,
                     kinds[number] / period,
                 )
             )
@@ -289,40 +306,43 @@ def _world(workers: int, rank: int, per_host: int, backend: str) -> Iterator[Wor
 
 
 def _without_data(
-    workload: Workload, mode: FakeTensorMode
+    workload: Workload, mode: FakeTensorMode, on_gpu: bool
 ) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     """Copies of the model, its optimizer and the batch, without data but for whole numbers."""
-    memo: dict[int, Any] = {}
 
     def like(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_CPU)
 
-    model = workload.model
     with mode:
-        for parameter in model.parameters():
-            memo[id(parameter)] = nn.Parameter(
-                like(parameter), requires_grad=parameter.requires_grad
-            )
-        for buffer in model.buffers():
-            memo[id(buffer)] = like(buffer)
-        own = workload.optimizer
-        other = copy.copy(own)
-        other.__dict__ = dict(own.__dict__)
-        other._optimizer_step_pre_hooks = copy.copy(own._optimizer_step_pre_hooks)
-        other.state = copy.copy(own.state)
-        other.state.clear()
-        other.param_groups = [
-            {**group, "params": [memo[id(p)] for p in group["params"]]}
-            for group in own.param_groups
-        ]
-        for group in other.param_groups:
+        model, optimizer = copies(workload, like)
+        for group in optimizer.param_groups if on_gpu else ():
             if "foreach" in group and group["foreach"] is None and not group.get("fused"):
-                group["foreach"] = True  # as on a GPU
-        batch = _mapped(workload.batch, like)
-        copied = copy.deepcopy(model, memo)
+                group["foreach"] = True  # the default there
+        return model, optimizer, _mapped(workload.batch, like)
+
+
+def copies(
+    workload: Workload, like: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model and its optimizer with other tensors, which `like` makes of each."""
+    memo: dict[int, Any] = {}
+    model, own = workload.model, workload.optimizer
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(like(parameter), requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = like(buffer)
+    other = copy.copy(own)
+    other.__dict__ = dict(own.__dict__)
+    other._optimizer_step_pre_hooks = copy.copy(own._optimizer_step_pre_hooks)
+    other.state = copy.copy(own.state)
+    other.state.clear()
+    other.param_groups = [
+        {**group, "params": [memo[id(p)] for p in group["params"]]} for group in own.param_groups
+    ]
+    copied = copy.deepcopy(model, memo)
     # It lies where it is to be, and cannot be moved.
     copied.to = lambda *_: copied  # type: ignore[method-assign]
-    return copied, other, batch
+    return copied, other
 
 
 def _mapped(batch: Any, like: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ _GIGA = 1e9
 
 @dataclass(frozen=True)
 class Card:
-    """A kind of GPU.
+    """A kind of GPU, or "cpu": one thread on a core of this machine.
 
     Attributes:
         name: how it is asked for.
@@ -64,6 +65,11 @@ CARDS = {
         _card("rtx4090", 24, 82.6, 165, 1.008),
     )
 }
+
+
+CPU = "cpu"
+# A core's figures stand in for operations that cannot be measured.
+CARDS[CPU] = Card(CPU, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), {4: 5e10}, 1e10, 0)
 
 
 @dataclass(frozen=True)
@@ -120,8 +126,20 @@ class Links:
         if hosts > 1:
             slower = min(self.inside.bandwidth, self.between.bandwidth)
             link = Link("", slower, self.between.latency)
-        ways = 2 if kind == "all_reduce" else 1
-        return link.seconds(sent, ways * max(1, math.ceil(math.log2(size))))
+        return link.seconds(sent, rounds_of(kind, size))
+
+    def cpu(self, sent: float, kind: str, size: int, hosts: int) -> float:
+        """The processor's seconds of the same: none where GPUs communicate."""
+        return 0.0
+
+
+def rounds_of(kind: str, size: int) -> int:
+    """How many latencies a collective of `size` ranks has: those of a tree, both ways where all
+    ranks add up."""
+    if kind in ("send", "recv"):
+        return 1
+    ways = 2 if kind == "all_reduce" else 1
+    return ways * max(1, math.ceil(math.log2(size)))
 
 
 def card_named(name: str) -> Card:

@@ -15,6 +15,7 @@ from allhands.compat import pytree
 from allhands.errors import UserError
 from allhands.planning.machines import Card
 from allhands.planning.operation import Form, Operation
+from allhands.planning.step_correction import ALONE, StepCorrection
 
 _WARM, _TURNS = 2, 5
 # An operation that takes so long is not repeated.
@@ -28,6 +29,7 @@ class OperationTimes:
         card: whose published peaks stand in for what was not measured.
         known: measured seconds, by `Operation.key`.
         device: on which to measure what is not known; None measures nothing.
+        correction: of operations on a processor, by what steps have taken.
 
     Attributes:
         known: also what was measured since.
@@ -39,10 +41,12 @@ class OperationTimes:
         card: Card,
         known: dict[str, float] | None = None,
         device: torch.device | None = None,
+        correction: StepCorrection = ALONE,
     ) -> None:
         self.card, self.device = card, device
         self.known = dict(known or {})
         self.by_peaks = 0
+        self.correction = correction
         self._impossible: set[str] = set()
 
     def __call__(self, operation: Operation) -> float:
@@ -57,6 +61,10 @@ class OperationTimes:
             return self.known[key]
         self.by_peaks += 1
         return self.card.seconds(operation.flops, operation.moved, operation.width)
+
+    def in_step(self, phase: str, operation: Operation) -> float:
+        """Of an operation in this phase of a step on a processor."""
+        return self.correction(phase, self(operation))
 
 
 def measured(operation: Operation, device: torch.device) -> float | None:
@@ -98,7 +106,9 @@ def read_times(path: Path) -> dict[str, float]:
         UserError: it is none.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))["operations"]
+        profile = json.loads(path.read_text(encoding="utf-8"))
+        # `allhands doctor --profile` has measured links alone.
+        found = profile.get("operations", {}) if "links" in profile else profile["operations"]
         return {str(key): float(value) for key, value in found.items()}
     except FileNotFoundError:
         raise UserError(
@@ -111,11 +121,18 @@ def read_times(path: Path) -> dict[str, float]:
         ) from None
 
 
+def read_correction(path: Path) -> StepCorrection:
+    """What `write_times` has written of real steps; none where it has nothing."""
+    found = json.loads(path.read_text(encoding="utf-8")).get("correction", {})
+    return StepCorrection(**{str(key): float(value) for key, value in found.items()})
+
+
 def write_times(path: Path, times: OperationTimes) -> None:
-    """Write down what was measured, for machines without the card."""
+    """Write down what was measured, for machines without the card, beside links that are there."""
     device = times.device
     name = torch.cuda.get_device_name(device) if device and device.type == "cuda" else str(device)
-    text = json.dumps(
-        {"device": name, "torch": torch.__version__, "operations": times.known}, indent=1
-    )
+    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    found |= {"device": name, "torch": torch.__version__, "operations": times.known}
+    found["correction"] = vars(times.correction)
+    text = json.dumps(found, indent=1)
     path.write_text(text + "\n", encoding="utf-8")

@@ -13,19 +13,23 @@ import yaml
 from allhands.checks import check_whole
 from allhands.errors import UserError
 from allhands.planning.candidates import Candidate, candidates
+from allhands.planning.cpu_timing import PipelineSimulation, cpu_step_time
 from allhands.planning.derived_steps import Taken, taken
 from allhands.planning.dry_step import DryStep, Workload
 from allhands.planning.forecast import Prediction
 from allhands.planning.forked import in_forked
-from allhands.planning.machines import Card, Links, bytes_of, card_named, links_named
+from allhands.planning.machines import CPU, Card, Links, bytes_of, card_named, links_named
+from allhands.planning.measured_links import MeasuredLinks
 from allhands.planning.operation_times import OperationTimes
 from allhands.planning.plan_text import text_of
+from allhands.planning.real_steps import correction_of
 from allhands.planning.scaling import SIZES, ScalingPlan, scaling
 from allhands.planning.step_recorder import GroupRanks
 from allhands.planning.timing import (
     CAPTURED_S,
     EAGER_S,
     Places,
+    StepTime,
     mean_time,
     pipeline_time,
     step_time,
@@ -37,6 +41,8 @@ from allhands.strategies.degrees import Degrees
 # buffers of NCCL for a group.
 _CONTEXT = 500 * 10**6
 _NCCL = 200 * 10**6
+# What a process takes that has imported PyTorch and this package, as trainings of small models say.
+_PROCESS = 300 * 2**20
 # Of a pipeline's schedule: by how much of a stage's time it waits, for p ranks, m micro-batches and
 # v stages a rank.
 _BUBBLES = {
@@ -125,7 +131,7 @@ def plan(
     gpus: int,
     card: str = "h100",
     memory: str | float | None = None,
-    link: str = "nvlink+ib400",
+    link: str | MeasuredLinks = "nvlink+ib400",
     per_host: int = 8,
     precision: str = "fp32",
     accumulate: int = 1,
@@ -149,9 +155,11 @@ def plan(
         optimizer: over the model's parameters.
         batch: what each share of the samples is in a micro-batch, on any device.
         gpus: how many there would be, at least 1.
-        card: of which kind, such as "h200", "h100", "a100", "l40s".
+        card: of which kind, such as "h200", "h100", "a100", "l40s"; "cpu" is a core of this
+            machine, over gloo.
         memory: bytes of one, or such as "80GB"; None takes the card's.
-        link: within a host and between hosts, such as "nvlink+ib400"; or bandwidths, "12.5GB/s".
+        link: within a host and between hosts, such as "nvlink+ib400"; or bandwidths, "12.5GB/s";
+            or what `allhands doctor --profile` has measured.
         per_host: GPUs of a host.
         precision, accumulate, clip_norm: as for `train`.
         runner: calls the model on a batch; None is `SupervisedRunner()`.
@@ -170,7 +178,7 @@ def plan(
     """
     check_whole("gpus", gpus)
     check_whole("per_host", per_host)
-    chosen, links = card_named(card), links_named(link)
+    chosen, links = card_named(card), links_named(link) if isinstance(link, str) else link
     limit = chosen.memory if memory is None else bytes_of(memory)
     if runner is None:
         from allhands.runner import SupervisedRunner
@@ -186,8 +194,18 @@ def plan(
         precision=precision,
         accumulate=accumulate,
         clip_norm=clip_norm,
+        backend="gloo" if chosen.name == CPU else "nccl",
     )
     times = times or OperationTimes(chosen)
+    if chosen.name == CPU:
+        if times.device is not None:
+            times.correction = correction_of(workload, times)
+        elif not times.known:
+            raise UserError(
+                "card 'cpu' has no published peaks; write --measure, or --profile FILE of a "
+                "machine like those of the training; from Python, "
+                "times=OperationTimes(card_named('cpu'), device=torch.device('cpu'))"
+            )
 
     def look(one: Candidate, number: int = gpus, take: Taken = taken) -> list[Prediction]:
         found = [_predict(workload, one, number, per_host, times, links, limit, take)]
@@ -235,7 +253,7 @@ def _predict(
     gpus: int,
     per_host: int,
     times: OperationTimes,
-    links: Links,
+    links: Links | MeasuredLinks,
     limit: float,
     take: Taken,
 ) -> Prediction:
@@ -245,7 +263,10 @@ def _predict(
     if candidate.recompute:
         lines["activation_checkpointing"] = True
         workload = replace(workload, activation_checkpointing=True)
+    on_cpus = times.card.name == CPU
     ranks = [0, gpus - 1] if degrees.pp > 1 else [0]
+    if on_cpus and degrees.pp == gpus:
+        ranks = list(range(gpus))
     try:
         strategy.check_size(gpus)
         steps_of_ranks = [take(workload, candidate, gpus, rank, per_host) for rank in ranks]
@@ -255,15 +276,8 @@ def _predict(
     own = _beside(times.card, degrees, gpus)
     found = []
     for steps in zip(*steps_of_ranks, strict=True):  # those of one kind, on each rank
-        launch = CAPTURED_S if steps[0].captured else EAGER_S
         places = [_places(step.groups, per_host, degrees) for step in steps]
-        if degrees.pp > 1:
-            pipeline: Any = getattr(strategy, "pipeline", strategy)
-            count = pipeline.microbatches or degrees.pp
-            waits = _BUBBLES[pipeline.schedule](degrees.pp, count, pipeline.stages_per_worker)
-            seconds = pipeline_time(steps, times, links, places, launch, waits)
-        else:
-            seconds = step_time(steps[0], times, links, places[0], launch)
+        seconds = (_cpu_time if on_cpus else _gpu_time)(steps, times, links, places, strategy)
         found.append((steps[0].share, seconds))
     sent, received = max(map(_traffic, steps_of_ranks))
     return Prediction(
@@ -278,6 +292,42 @@ def _predict(
         note=_note(steps_of_ranks[0]),
         exact=strategy.exact_for(workload.optimizer, workload.clip_norm),
     )
+
+
+def _gpu_time(
+    steps: Sequence[DryStep],
+    times: OperationTimes,
+    links: Links | MeasuredLinks,
+    places: Sequence[Places],
+    strategy: Any,
+) -> StepTime:
+    launch = CAPTURED_S if steps[0].captured else EAGER_S
+    if len(steps) == 1:
+        return step_time(steps[0], times, links, places[0], launch)
+    waits = _bubble(strategy, steps[0].workers)
+    return pipeline_time(steps, times, links, places, launch, waits)
+
+
+def _cpu_time(
+    steps: Sequence[DryStep],
+    times: OperationTimes,
+    links: Links | MeasuredLinks,
+    places: Sequence[Places],
+    strategy: Any,
+) -> StepTime:
+    if len(steps) == 1:
+        return cpu_step_time(steps[0], times, links, places[0])
+    simulated = PipelineSimulation(steps, times, links, places).run()
+    if simulated is not None:
+        return simulated
+    return pipeline_time(steps, times, links, places, 0.0, _bubble(strategy, steps[0].workers))
+
+
+def _bubble(strategy: Any, workers: int) -> float:
+    """By how much of its own time a stage waits."""
+    pipeline, stages = getattr(strategy, "pipeline", strategy), strategy.degrees_for(workers).pp
+    count = pipeline.microbatches or stages
+    return _BUBBLES[pipeline.schedule](stages, count, pipeline.stages_per_worker)
 
 
 def _traffic(steps: Sequence[DryStep]) -> tuple[float, float]:
@@ -297,6 +347,8 @@ def _note(kinds: Sequence[DryStep]) -> str:
 
 def _beside(card: Card, degrees: Degrees, gpus: int) -> dict[str, int]:
     """Bytes that libraries take of a card, beside tensors."""
+    if card.name == CPU:
+        return {"process": _PROCESS}
     groups = sum(degree > 1 for degree in degrees) + (gpus > 1)
     return {"libraries": card.libraries, "CUDA and NCCL": _CONTEXT + _NCCL * groups}
 
@@ -311,10 +363,14 @@ def _places(groups: GroupRanks, per_host: int, degrees: Degrees) -> Places:
     return Places(hosts, frozenset(blocking))
 
 
-def _assumptions(card: Card, link: str, per_host: int, times: OperationTimes, by_peaks: int) -> str:
+def _assumptions(
+    card: Card, link: str | MeasuredLinks, per_host: int, times: OperationTimes, by_peaks: int
+) -> str:
     by = f"the published peaks of {card.name}, not measured"
     if times.known:
         by = f"{len(times.known)} measured operations"
         if by_peaks:
             by += f", and for others by the published peaks of {card.name}"
+    if not isinstance(link, str):
+        link = f"as measured, to {100 * link.error:.0f} % by latency and bandwidth"
     return f"times by {by}; {per_host} GPUs a host, link {link}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from allhands.comm.traffic import Collective
 from allhands.planning.dry_step import DryStep
 from allhands.planning.machines import Links
+from allhands.planning.measured_links import MeasuredLinks
 from allhands.planning.operation import Operation
 from allhands.planning.operation_times import OperationTimes
 from allhands.planning.step_recorder import UPDATE
@@ -63,7 +64,11 @@ class Places:
 
 
 def step_time(
-    step: DryStep, times: OperationTimes, links: Links, places: Places, launch: float
+    step: DryStep,
+    times: OperationTimes,
+    links: Links | MeasuredLinks,
+    places: Places,
+    launch: float,
 ) -> StepTime:
     """The time of a step without a pipeline.
 
@@ -89,7 +94,7 @@ def step_time(
             now += seconds
             compute += seconds
             continue
-        seconds = _seconds(event, links, places)
+        seconds = seconds_of(event, links, places)
         if event.group in places.blocking or (phase == UPDATE and event.kind != "broadcast"):
             now = free = max(now, free) + seconds
         elif event.kind == "all_gather":
@@ -106,7 +111,7 @@ def step_time(
 def pipeline_time(
     steps: Sequence[DryStep],
     times: OperationTimes,
-    links: Links,
+    links: Links | MeasuredLinks,
     places: Sequence[Places],
     launch: float,
     waits: float,
@@ -121,10 +126,10 @@ def pipeline_time(
     """
     found = []
     for step, place in zip(steps, places, strict=True):
-        own = [one for one in step.events if not _is_message(one[1])]
+        own = [one for one in step.events if not is_message(one[1])]
         time = step_time(replace(step, events=own), times, links, place, launch)
         sends = [one for one in step.transfers if one.kind == "send"]
-        sending = sum(_seconds(one, links, place) for one in sends)
+        sending = sum(seconds_of(one, links, place) for one in sends)
         # Messages run beside the computing of other micro-batches.
         waiting = time.waiting + max(0.0, sending - time.compute)
         busy = time.compute + time.launch
@@ -132,10 +137,18 @@ def pipeline_time(
     return max(found, key=lambda one: one.total)
 
 
-def _is_message(event: Operation | Collective) -> bool:
+def is_message(event: Operation | Collective) -> bool:
+    """Whether it is sent or received by one other rank."""
     return isinstance(event, Collective) and event.kind in ("send", "recv")
 
 
-def _seconds(transfer: Collective, links: Links, places: Places) -> float:
+def seconds_of(transfer: Collective, links: Links | MeasuredLinks, places: Places) -> float:
+    """Of a collective alone."""
+    return links.seconds(*arguments_of(transfer, places))
+
+
+def arguments_of(transfer: Collective, places: Places) -> tuple[float, str, int, int]:
+    """What links want to know of it."""
     hosts = places.hosts.get(transfer.group, 1)
-    return links.seconds(transfer.sent, transfer.kind, transfer.size, hosts)
+    moved = transfer.received if transfer.kind == "recv" else transfer.sent
+    return moved, "send" if is_message(transfer) else transfer.kind, transfer.size, hosts

@@ -1,0 +1,84 @@
+"""A few real steps of one process, by which times of single operations are corrected: in a step
+their data are in no cache, and Python and autograd take their time too."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from allhands.data import map_tensors
+from allhands.planning.dry_step import Workload, bound, copies, dry_step
+from allhands.planning.operation import Operation
+from allhands.planning.step_correction import StepCorrection
+from allhands.planning.step_recorder import UPDATE
+from allhands.strategies import Single
+from allhands.world import World
+
+_WARM, _TURNS = 3, 15
+# A part of the batch that is tried too, as micro-batches of a pipeline are parts of it.
+_PART = 4
+_SPREAD = 0.02
+
+
+def correction_of(workload: Workload, seconds_of: Callable[[Operation], float]) -> StepCorrection:
+    """Take real steps on this machine's processor, with the batch and with a part of it.
+
+    Args:
+        workload: what is trained; of a model on the meta device random weights are made.
+        seconds_of: an operation alone.
+    """
+    whole = workload.samples
+    part = max(1, whole // _PART)
+    few = replace(workload, batch=map_tensors(workload.batch, lambda one: one[:part]), samples=part)
+    found = []
+    for one in (workload, few):
+        passes, update = _real(one)
+        alone = {True: 0.0, False: 0.0}
+        counts = {True: 0, False: 0}
+        for phase, event in dry_step(one, Single(), 1).events:
+            if isinstance(event, Operation):
+                alone[phase == UPDATE] += seconds_of(event)
+                counts[phase == UPDATE] += 1
+        found.append((passes, update, alone, counts))
+    (passes, update, alone, counts), (passes_few, _, alone_few, _) = found
+    difference = alone[False] - alone_few[False]
+    factor = (passes - passes_few) / difference if difference > 0 else 1.0
+    overhead = (passes - factor * alone[False]) / max(1, counts[False])
+    if overhead < 0 or factor <= 0:
+        factor, overhead = passes / alone[False], 0.0
+    return StepCorrection(factor, overhead, max(0.0, update - alone[True]) / max(1, counts[True]))
+
+
+def _real(workload: Workload) -> tuple[float, float]:
+    """Seconds of the passes and of the update of a step, the medians of a few."""
+    world = World(0, 0, 0, 1, 1, torch.device("cpu"), "none", "plan")
+    model, optimizer = copies(workload, _random)
+    group, objective = bound(workload, Single(), world, model, optimizer)
+    marks: list[float] = []
+    group.optimizer.register_step_pre_hook(lambda *_: marks.append(time.perf_counter()))
+    group.begin(0)
+    group.train()
+    take = group.step_for(objective)
+    take.before_first_update = None
+    parts = workload.accumulate
+    batches, counts = [workload.batch] * parts, [workload.samples] * parts
+    passes, updates = [], []
+    for _ in range(_WARM + _TURNS):
+        began = time.perf_counter()
+        take(batches, counts, sum(counts), False)
+        passes.append(marks[-1] - began)
+        updates.append(time.perf_counter() - marks[-1])
+    return statistics.median(passes[_WARM:]), statistics.median(updates[_WARM:])
+
+
+def _random(tensor: torch.Tensor) -> torch.Tensor:
+    """What a model on the meta device may train from."""
+    if tensor.device.type != "meta":
+        return tensor.detach().cpu().clone()
+    if not tensor.is_floating_point():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    return torch.randn(tensor.shape, dtype=tensor.dtype) * _SPREAD

@@ -1,0 +1,87 @@
+"""Links that are fitted to measured collectives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allhands import UserError
+from allhands.comm.traffic import Collective
+from allhands.planning.machines import rounds_of
+from allhands.planning.measured_links import read_links
+
+SIZES = (4096, 65536, 524288, 4194304)
+
+
+def rows(kind: str, latency: float, per_byte: float, ranks: int) -> list[dict[str, float]]:
+    found = []
+    for size in SIZES:
+        sent = Collective(kind, size, ranks).sent
+        seconds = latency * rounds_of(kind, ranks) + per_byte * sent
+        found.append({"bytes": size, "seconds": seconds, "cpu": seconds / 10})
+    return found
+
+
+def profile(path: Path, **places: tuple[float, float]) -> Path:
+    links: dict[str, Any] = {
+        place: {
+            "ranks": 2,
+            "hosts": 2,
+            "backend": "gloo",
+            "kinds": {kind: rows(kind, *numbers, 2) for kind in ("all_reduce", "send")},
+        }
+        for place, numbers in places.items()
+    }
+    path.write_text(json.dumps({"links": links}))
+    return path
+
+
+def test_latency_and_bandwidth_are_found_again_and_hold_for_other_numbers_of_ranks(
+    tmp_path: Path,
+) -> None:
+    links = read_links(profile(tmp_path / "a.json", between=(2e-4, 8e-8)))
+    assert links is not None
+    assert links.error < 1e-6
+    for ranks in (2, 8):
+        sent = Collective("all_reduce", 10**6, ranks).sent
+        expected = 2e-4 * rounds_of("all_reduce", ranks) + 8e-8 * sent
+        assert links.seconds(sent, "all_reduce", ranks, 2) == pytest.approx(expected)
+        assert links.cpu(sent, "all_reduce", ranks, 2) == pytest.approx(expected / 10)
+    # What was not measured is as slow as a message, and a host's own link as one between hosts.
+    message = 2e-4 + 8e-8 * 10**6
+    assert links.seconds(1e6, "scatter", 2, 1) == pytest.approx(2e-4 * 1 + 8e-8 * 1e6)
+    assert links.seconds(1e6, "send", 2, 1) == pytest.approx(message)
+
+
+def test_links_of_a_host_and_between_hosts_are_told_apart(tmp_path: Path) -> None:
+    links = read_links(profile(tmp_path / "a.json", inside=(1e-5, 1e-9), between=(1e-4, 1e-7)))
+    assert links is not None
+    assert links.seconds(1e6, "send", 2, 1) < links.seconds(1e6, "send", 2, 2) / 10
+
+
+def test_a_fit_says_how_far_measurements_are_from_it(tmp_path: Path) -> None:
+    path = profile(tmp_path / "a.json", between=(1e-4, 1e-7))
+    found = json.loads(path.read_text())
+    found["links"]["between"]["kinds"]["send"][3]["seconds"] *= 2
+    path.write_text(json.dumps(found))
+    links = read_links(path)
+    assert links is not None
+    assert 0.2 < links.error < 1
+
+
+def test_a_profile_without_links_and_one_with_broken_ones(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('{"operations": {}}')
+    assert read_links(path) is None
+    for text in (
+        "[]",
+        "no",
+        '{"links": {"between": {}}}',
+        '{"links": {"inside": {"ranks": 2, "kinds": {"send": []}}}}',
+    ):
+        path.write_text(text)
+        with pytest.raises(UserError, match="has no times of collectives"):
+            read_links(path)
