@@ -1,4 +1,4 @@
-"""Local SGD over a slow link: exchanges that the steps wait for, and the same beside the next steps.
+"""Local SGD over a slow link: exchanges that steps wait for, and those beside the next steps.
 
     python benchmarks/local_sgd_overlap.py [--rates 200 800] [--turns 3] [--out NAME]
 
