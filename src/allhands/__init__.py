@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from allhands import torch_hook
+from allhands import public_names, torch_hook
 from allhands.version import __version__
 
 # public name -> module that defines it. A module of the package itself is written as its own name.
@@ -179,3 +179,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+public_names.give_by(__getattr__)

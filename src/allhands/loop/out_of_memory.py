@@ -11,6 +11,7 @@ import torch
 from allhands.data import map_tensors
 from allhands.loop.settings import LoopSettings
 from allhands.loop.task import Task
+from allhands.public_names import public
 from allhands.world import World
 
 if TYPE_CHECKING:
@@ -62,8 +63,6 @@ def _planned(
     alone = world.world_size == 1 and settings.strategy.name == "single"
     if not (alone and room and runner is not None and not settings.activation_checkpointing):
         return []
-    import allhands  # whose plan stands on this package
-
     began = time.monotonic()
     largest = max(zip(batch[0], batch[1], strict=True), key=lambda pair: pair[1])[0]
     example = map_tensors(largest, lambda tensor: tensor.detach().cpu())
@@ -72,7 +71,7 @@ def _planned(
         if time.monotonic() - began > _PATIENCE_S:
             return {}
         given = {"precision": settings.precision, "accumulate": settings.accumulate, **options}
-        found = allhands.plan(
+        found = public("plan")(
             model=settings.model,
             criterion=task.criterion,
             optimizer=settings.optimizer,
