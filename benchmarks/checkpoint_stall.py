@@ -39,7 +39,7 @@ class Blocks(Callback):
     def on_step_end(self, training: Any) -> None:
         block, within = divmod(training.step, BLOCK)
         if within == 0:
-            training.memory.wait()
+            training.loop.checkpoints.wait()
             now = time.perf_counter()
             if block > 1:
                 self.times.append(now - self.started)
