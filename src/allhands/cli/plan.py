@@ -99,7 +99,7 @@ def plan(
             "--gpus": gpus != 8,
             "--card": card != "h100",
             "--memory": memory is not None,
-            "--link": link != "nvlink+ib400",
+            "--link": link is not None,
             "--per-host": per_host != 8,
             "--measure": measure,
             "--profile": profile is not None,
