@@ -1,13 +1,14 @@
 """Seconds from the death of a worker to the end of the next optimizer step, beside torchrun.
 
     python benchmarks/membership.py --turns 10
+    python benchmarks/membership.py --turns 3 --more
 
 ResNet-18 on images of 32 x 32 (CIFAR-10's from ALLHANDS_DATA; without them, noise of the same
 form), 3 workers on gloo, 8 images a worker. In `allhands --elastic` the others go on and a worker
 in its place joins; in `torchrun --max-restarts` the same model, by DistributedDataParallel and with
 a checkpoint after each step, is started again. A worker is killed once all have taken some steps;
 contenders take turns. Of `allhands` also: for how long the others stand still as a worker joins, by
-their own clocks.
+their own clocks. With --more the turns are added to those in the results.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import json
 import os
 import random
 import re
@@ -26,7 +28,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from report import machine, save_json, summarize
+from report import RESULTS, machine, save_json, summarize
 
 COMMON = """
 import os, sys, time
@@ -99,6 +101,7 @@ while True:
 """
 )
 WORKERS = 3
+JOINS = "others stand still for a join"
 
 
 def images(path: Path) -> str:
@@ -187,6 +190,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--more", action="store_true", help="add to the results that there are")
     given = parser.parse_args()
     elastic = ["-c", "from allhands.cli.main import main; main()", "launch", "-n", str(WORKERS)]
     elastic += ["--elastic", "--max-restarts", "1000"]
@@ -196,9 +200,12 @@ def main() -> None:
         "allhands --elastic": (ALLHANDS, elastic),
         "torchrun --max-restarts": (TORCHRUN, restart),
     }
-    draw = random.Random(0)
+    draw = random.Random()
     samples: dict[str, list[float]] = {name: [] for name in contenders}
     joins: list[float] = []
+    if given.more:
+        before = json.loads((RESULTS / "membership.json").read_text())
+        samples, joins = before["samples"], before[JOINS]["samples"]
     with tempfile.TemporaryDirectory() as folder:
         pixels = Path(folder, "images.pt")
         what = images(pixels)
@@ -218,7 +225,7 @@ def main() -> None:
         "images": what,
         "machine": machine(),
         **summarize(samples, "torchrun --max-restarts"),
-        "others stand still for a join": {"median": statistics.median(joins), "samples": joins},
+        JOINS: {"median": statistics.median(joins), "samples": joins},
     }
     save_json("membership", result)
 

@@ -4,9 +4,11 @@ end with those of a training that nothing disturbed.
     python benchmarks/soak_membership.py --events 200 --workers 4
     python benchmarks/soak_membership.py --events 20 --workers 2 --device cuda
     python benchmarks/soak_membership.py --events 40 --every 8
+    python benchmarks/soak_membership.py --events 20 --shards 2
 
 With --every the training is one by `local_sgd`, with an outer momentum, and is compared with that
-of as many workers.
+of as many workers. With --shards two copies of the model lie in so many shards each, and a worker
+is lost once both are whole.
 
 Workers of one job are killed (SIGKILL), stopped (SIGSTOP) and told to leave (SIGTERM) at random
 moments, also while others are lost, and one is started in the place of each that did not leave. It
@@ -50,8 +52,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import allhands
 
 batch, epochs, pause, device = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
-steps, every = epochs * -(-403 // int(sys.argv[5])), int(sys.argv[6])
+steps, every, shards = epochs * -(-403 // int(sys.argv[5])), int(sys.argv[6]), int(sys.argv[7])
 strategy = allhands.LocalSGD(every=every, outer="nesterov") if every else None
+if shards:
+    strategy = allhands.Mesh(dp={"replicate": 2, "shard": shards})
 torch.manual_seed(0)
 x = torch.randn(403, 20)
 y = (x @ torch.randn(20, 5)).argmax(1)
@@ -100,7 +104,16 @@ def run_undisturbed(
     """Train in one process, or where an exchange follows `every` steps, in `workers`."""
     words = launched(workers) if every else [sys.executable]
     own = batch if every else batch * workers
-    words += [str(script), str(own), str(epochs), "0", device, str(batch * workers), str(every)]
+    words += [
+        str(script),
+        str(own),
+        str(epochs),
+        "0",
+        device,
+        str(batch * workers),
+        str(every),
+        "0",
+    ]
     (folder / "done").touch()
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run(words, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
@@ -130,9 +143,10 @@ def disturb(
     gap: float,
     leaves: int,
     seconds: float,
+    least: int,
 ) -> dict[str, int]:
-    """Let workers die, so many times; how often, by kind. Then let the job come to its end. It is
-    ended where nobody takes a step for so many `seconds`."""
+    """Let workers die, so many times, where there are at least so many; how often, by kind. Then
+    let the job come to its end. It is ended where nobody takes a step for so many `seconds`."""
     began = time.time()
     done = {"SIGKILL": 0, "SIGSTOP": 0, "SIGTERM": 0}
     gone: set[int] = set()
@@ -147,7 +161,7 @@ def disturb(
         # Sometimes two at once, or one while the others make up for another.
         for _ in range(min(draw.choice((1, 1, 1, 2)), events - sum(done.values()))):
             living = sorted(set(training(folder)) - gone)
-            if len(living) < 2:
+            if len(living) < least:
                 break
             kinds = ["SIGKILL", "SIGKILL", "SIGSTOP"] + ["SIGTERM"] * (done["SIGTERM"] < leaves)
             kind = draw.choice(kinds)
@@ -166,7 +180,14 @@ def difference(one: Path, other: Path) -> float:
 
 
 def soak(
-    events: int, workers: int, device: str, seed: int, gap: float, seconds: float, every: int
+    events: int,
+    workers: int,
+    device: str,
+    seed: int,
+    gap: float,
+    seconds: float,
+    every: int,
+    shards: int,
 ) -> dict[str, Any]:
     """One job; what has happened, with "wrong": what should not have."""
     draw, batch, pause = random.Random(seed), 8, 0.25
@@ -181,7 +202,7 @@ def soak(
         run_undisturbed(alone, script, batch, workers, epochs, device, every)
         words = launched(workers, "--elastic", "--max-restarts", "1000000")
         words += [str(script), str(batch), str(epochs), str(pause), device, str(batch * workers)]
-        words.append(str(every))
+        words += [str(every), str(shards)]
         environment = os.environ | {"ALLHANDS_SOAK": str(os.getpid()), "OMP_NUM_THREADS": "1"}
         began = time.monotonic()
         with (together / "log").open("wb") as log:
@@ -192,7 +213,8 @@ def soak(
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
-            done = disturb(job, together, draw, events, gap, workers - 2, seconds)
+            leaves, least = (0, workers) if shards else (workers - 2, 2)
+            done = disturb(job, together, draw, events, gap, leaves, seconds, least)
         said = (together / "log").read_text(errors="replace")
         waits = [
             float(line.rpartition("(")[2].removesuffix(" s)"))
@@ -203,6 +225,7 @@ def soak(
             "workers": workers,
             "device": device,
             "every": every,
+            "shards": shards,
             "seed": seed,
             "seconds": time.monotonic() - began,
             "events": done,
@@ -244,7 +267,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--events", type=int, default=20)
-    parser.add_argument("--workers", type=int, default=3)
+    parser.add_argument("--workers", type=int, help="3; with --shards of both copies")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--gap", type=float, default=2.0, help="mean seconds between two events")
@@ -252,16 +275,19 @@ def main() -> None:
         "--seconds", type=float, default=300.0, help="the longest time without a step"
     )
     parser.add_argument("--every", type=int, default=0, help="steps between exchanges (local_sgd)")
+    parser.add_argument("--shards", type=int, default=0, help="of each of two copies (a mesh)")
     parser.add_argument("--save", help="name of a file of results")
     given = parser.parse_args()
+    workers = given.workers or 2 * given.shards or 3
     found = soak(
         given.events,
-        given.workers,
+        workers,
         given.device,
         given.seed,
         given.gap,
         given.seconds,
         given.every,
+        given.shards,
     )
     print(json.dumps(found, indent=1))
     if given.save:
