@@ -114,7 +114,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "kvstore": section("kvstore*.json"),
     "mpi": section("mpi_allreduce_*.json"),
     "planning": section("planning.json"),
-    "planning links": section("planning_links.json"),
+    "links": section("planning_links.json"),
     "horovod": section("horovod_[0-9]*.json horovod_h*.json horovod_tensorflow*.json"),
     "federated": section(
         "federated_h*.json federated_devices.json federated_peers.json federated_sites.json "
