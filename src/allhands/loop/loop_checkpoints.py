@@ -108,8 +108,8 @@ class LoopCheckpoints(Checkpoints):
         loop = self.loop
         model, optimizer = (
             (
-                self._by_group(lambda group: group.state.model_state_alike()),
-                self._by_group(lambda group: group.state.optimizer_state_alike()),
+                self._by_group(lambda group: group.state.members.model_alike()),
+                self._by_group(lambda group: group.state.members.optimizer_alike()),
             )
             if in_memory
             else (
@@ -227,7 +227,7 @@ class LoopCheckpoints(Checkpoints):
         models = self._groups_of(state["model"], "model")
         optimizers = self._groups_of(state["optimizer"], "optimizer")
         for (group, model), (_, optimizer) in zip(models, optimizers, strict=True):
-            group.state.load_alike(model, optimizer)
+            group.state.members.load_alike(model, optimizer)
 
     def _load_schedules(self, state: dict[str, Any]) -> None:
         for group, scheduler in self._groups_of(state["scheduler"], "scheduler"):

@@ -103,7 +103,7 @@ class StateTransfer:
                 with self._loop.replica_steps.again():
                     group.replicas.lose(done=own < standing.newest)
             if group.strategy.parted:
-                found = group.state.detach()
+                found = group.state.members.detach()
                 self._shards.setdefault(name, found)  # of the first loss, where one follows another
 
     def bring(self, standing: Standing) -> None:
@@ -117,7 +117,7 @@ class StateTransfer:
         for name, group in loop.groups.items():
             if group.strategy.parted:
                 joined = [rank for rank, units in enumerate(standing.units) if units < 0]
-                group.state.bring(self._shards.get(name, {}), joined)
+                group.state.members.bring(self._shards.get(name, {}), joined)
         self._shards.clear()
         if own != newest:
             self.keep_buffers()

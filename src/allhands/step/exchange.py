@@ -102,7 +102,9 @@ class Exchange:
         updated_elsewhere: the parameters with whole gradients here that other ranks update.
         before_step: where `exchange_all` takes the optimizer's step, called before each with the
             exchanged gradients in the parameters; for looking only, and slow.
-        before_update: called there, too, once what `apply` needs is on this rank.
+        before_update: called there, too, once what `take_step` needs is on this rank.
+        take_step: takes the optimizer's step from there on, without a word to another rank; None
+            where the optimizer itself does.
         notes: lines to print as the training begins.
         goes_on_together: all ranks call `go_on` together.
     """
@@ -115,6 +117,7 @@ class Exchange:
     updated_elsewhere: Iterable[nn.Parameter] = ()
     before_step: Callable[[], None] | None = None
     before_update: Callable[[], None] | None = None
+    take_step: Callable[[], None] | None = None
     notes: Sequence[str] = ()
     goes_on_together = False
 
@@ -167,15 +170,6 @@ class Exchange:
 
         Returns:
             Whether the optimizer's step was taken with them.
-        """
-        return False
-
-    def apply(self) -> bool:
-        """Where `exchange_all` takes the optimizer's step: take it, without a word to another
-        rank, from where it called `before_update`.
-
-        Returns:
-            Whether it was taken; False where the optimizer itself is to take it.
         """
         return False
 

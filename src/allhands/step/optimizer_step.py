@@ -430,7 +430,8 @@ class OptimizerStep:
 
     def apply(self) -> None:
         """Clip this rank's gradients, and take the optimizer's step here alone."""
-        if self.exchange.apply():
+        if self.exchange.take_step is not None:
+            self.exchange.take_step()
             return
         scaler = self.precision.scaler
         if scaler is not None:

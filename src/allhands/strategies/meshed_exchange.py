@@ -59,6 +59,7 @@ class MeshedExchange(Exchange):
         # are multiplied then.
         self.gradient_scale = 1.0 if scaler is not None else float(placement.degrees.dp)
         self._list_in_units()
+        self.take_step = self._take_step
 
     def _list_in_units(self) -> None:
         placement = self._placement
@@ -153,14 +154,14 @@ class MeshedExchange(Exchange):
             self.before_step()
         if self.before_update is not None:
             self.before_update()
-        self.apply()
+        self._take_step()
         if not self._stepped:
             self._stepped = True
             for units in placement.units:
                 units.agree(placement.world)
         return True
 
-    def apply(self) -> bool:
+    def _take_step(self) -> None:
         placement = self._placement
         if self._scaler is not None:
             self._scaler.apply(self._repointed.optimizer)
@@ -168,7 +169,6 @@ class MeshedExchange(Exchange):
             self._apply()
         for parameter in (*placement.local.values(), *placement.parameters.values()):
             parameter.grad = None
-        return True
 
     def _unscale(self, scaler: Scaler) -> None:
         if self._placement.degrees.dp > 1:

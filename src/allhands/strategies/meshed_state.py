@@ -11,8 +11,9 @@ from allhands.errors import WorldError
 from allhands.strategies.alike import statistics_and_others
 from allhands.strategies.degrees import COPIES
 from allhands.strategies.meshed_placement import MeshedPlacement
-from allhands.strategies.model_state import ModelState, read_nothing
+from allhands.strategies.model_state import MemberState, ModelState, read_nothing
 from allhands.strategies.repoint import Read, Repointed
+from allhands.strategies.sharded_state import ShardedMemberState
 from allhands.strategies.shards import WEIGHT, Shards, copied, put
 
 # What `detach` says of each parameter.
@@ -30,6 +31,10 @@ class MeshedState(ModelState):
     def __init__(self, placement: MeshedPlacement, repointed: Repointed) -> None:
         super().__init__(placement.module, repointed.optimizer, placement.world)
         self._placement, self._repointed = placement, repointed
+
+    @property
+    def members(self) -> MemberState:
+        return MeshedMemberState(self, self._placement, self._repointed)
 
     def sync_buffers(self) -> None:
         placement = self._placement
@@ -72,61 +77,8 @@ class MeshedState(ModelState):
             if kept.local is not None and name in names:  # other buffers are in no state
                 read(state[name], kept.with_local(kept.local.detach()))
 
-    def model_state_alike(self) -> dict[str, Any]:
-        return {}
-
-    def optimizer_state_alike(self) -> dict[str, Any]:
-        return self._repointed.without_state()
-
-    def load_alike(self, model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> None:
-        self._repointed.load_state_dict(optimizer, read_nothing)
-
     def load_optimizer_state(self, state: Mapping[str, Any], read: Read) -> None:
         self._repointed.load_state_dict(state, read)
-
-    def detach(self) -> Shards:
-        placement = self._placement
-        for name, parameter in placement.plain.named_parameters():
-            if name in placement.parameters:  # frozen or unfrozen since
-                parameter.requires_grad_(placement.parameters[name].requires_grad)
-        found = self._repointed.detach()
-        for name, entries in found.items():
-            entries[_TRAINED] = placement.parameters[name].requires_grad
-        for name, _ in placement.plain.named_buffers():
-            if (local := placement.held[name].local) is not None:
-                found[name] = {WEIGHT: local}
-        return found
-
-    def bring(self, shards: Shards, joined: Collection[int]) -> None:
-        placement, world = self._placement, self.world
-        if joined:
-            columns = [placement.column(rank) for rank in range(world.world_size)]
-            sources = [next((r for r in one if r not in joined), None) for one in columns]
-            if None in sources:
-                raise WorldError(
-                    f"no worker is left that holds the parts of rank {sources.index(None)}"
-                )
-            source = sources[world.rank]
-            assert source is not None
-            assert placement.mesh is not None
-            shards = copied(shards, source, world, placement.mesh.get_group(COPIES))
-        trained = {name for name, entries in shards.items() if entries.pop(_TRAINED, False)}
-        if differ := sorted(trained ^ set(placement.trained)):
-            raise WorldError(
-                f"this worker cannot take part: '{differ[0]}' was frozen or unfrozen since the "
-                "training began, which it does not know of"
-            )
-        put(shards, self._targets(), self.optimizer)
-
-    def _targets(self) -> dict[str, torch.Tensor]:
-        """What this rank has of each parameter and buffer of the plain model."""
-        placement = self._placement
-        buffers = {
-            name: local
-            for name, _ in placement.plain.named_buffers()
-            if (local := placement.held[name].local) is not None
-        }
-        return buffers | placement.local
 
     def copy_weights(self) -> dict[str, torch.Tensor]:
         return {
@@ -178,3 +130,63 @@ class MeshedState(ModelState):
         """What modules add to their state beside parameters and buffers."""
         state = self._placement.plain.state_dict()
         return {name: value for name, value in state.items() if name.endswith("_extra_state")}
+
+
+class MeshedMemberState(ShardedMemberState):
+    """The same of a model of which each rank holds a part."""
+
+    def __init__(
+        self, state: MeshedState, placement: MeshedPlacement, repointed: Repointed
+    ) -> None:
+        super().__init__(state, repointed)
+        self._placement = placement
+
+    def model_alike(self) -> dict[str, Any]:
+        return {}
+
+    def load_alike(self, model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> None:
+        self._repointed.load_state_dict(optimizer, read_nothing)
+
+    def detach(self) -> Shards:
+        placement = self._placement
+        for name, parameter in placement.plain.named_parameters():
+            if name in placement.parameters:  # frozen or unfrozen since
+                parameter.requires_grad_(placement.parameters[name].requires_grad)
+        found = super().detach()
+        for name, entries in found.items():
+            entries[_TRAINED] = placement.parameters[name].requires_grad
+        for name, _ in placement.plain.named_buffers():
+            if (local := placement.held[name].local) is not None:
+                found[name] = {WEIGHT: local}
+        return found
+
+    def bring(self, shards: Shards, joined: Collection[int]) -> None:
+        placement, world = self._placement, self.state.world
+        if joined:
+            columns = [placement.column(rank) for rank in range(world.world_size)]
+            sources = [next((r for r in one if r not in joined), None) for one in columns]
+            if None in sources:
+                raise WorldError(
+                    f"no worker is left that holds the parts of rank {sources.index(None)}"
+                )
+            source = sources[world.rank]
+            assert source is not None
+            assert placement.mesh is not None
+            shards = copied(shards, source, world, placement.mesh.get_group(COPIES))
+        trained = {name for name, entries in shards.items() if entries.pop(_TRAINED, False)}
+        if differ := sorted(trained ^ set(placement.trained)):
+            raise WorldError(
+                f"this worker cannot take part: '{differ[0]}' was frozen or unfrozen since the "
+                "training began, which it does not know of"
+            )
+        put(shards, self._targets(), self.state.optimizer)
+
+    def _targets(self) -> dict[str, torch.Tensor]:
+        """What this rank has of each parameter and buffer of the plain model."""
+        placement = self._placement
+        buffers = {
+            name: local
+            for name, _ in placement.plain.named_buffers()
+            if (local := placement.held[name].local) is not None
+        }
+        return buffers | placement.local

@@ -27,6 +27,11 @@ class ModelState:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
         self.model, self.optimizer, self.world = model, optimizer, world
 
+    @property
+    def members(self) -> MemberState:
+        """What it is for others when the members of the world change."""
+        return MemberState(self)
+
     # ------------------------------------------------------------------ equal on all ranks
 
     def collect(self) -> None:
@@ -62,19 +67,6 @@ class ModelState:
         """The same of the plain optimizer; all ranks call it together."""
         return self.optimizer.state_dict()
 
-    def optimizer_state_alike(self) -> dict[str, Any]:
-        """What all ranks hold alike of it, without a word to another rank."""
-        return self.optimizer.state_dict()
-
-    def model_state_alike(self) -> dict[str, Any]:
-        """What all ranks hold alike of the model, without a word to another rank."""
-        return self.model_state()
-
-    def load_alike(self, model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> None:
-        """Go on from what `model_state_alike` and `optimizer_state_alike` gave on another rank."""
-        self.model.load_state_dict(model)
-        self.load_optimizer_state(optimizer, read_nothing)
-
     def load_model_state(self, state: Mapping[str, Any], read: Read) -> None:
         """Go on from the plain model's ``state_dict``; ``read(value, held)`` brings slices of a
         value of it into ``held.local``.
@@ -87,33 +79,6 @@ class ModelState:
     def load_optimizer_state(self, state: Mapping[str, Any], read: Read) -> None:
         """The same for the optimizer."""
         self.optimizer.load_state_dict(dict(state))
-
-    # ------------------------------------------------------------------ other members
-
-    def detach(self) -> Shards:
-        """Some rank is gone: put the optimizer over the plain parameters, without a state, and
-        without a word to the others.
-
-        Returns:
-            What this rank holds for others too: of each parameter that it updates, by name; where
-            it holds parts of the model, of these, and of buffers.
-        """
-        members = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        named = {name: p for name, p in self.model.named_parameters() if id(p) in members}
-        return taken(self.optimizer, named)
-
-    def bring(self, shards: Shards, joined: Collection[int]) -> None:
-        """Once the strategy is bound anew: have on each rank what it is to hold now; all ranks call
-        it together.
-
-        Args:
-            shards: what `detach` gave on this rank before; of one that has joined, nothing.
-            joined: the ranks that have joined.
-
-        Raises:
-            WorldError: something is lost.
-        """
-        bring_shards(shards, self.model, self.optimizer, self.world)
 
     # ------------------------------------------------------------------ in memory
 
@@ -149,6 +114,56 @@ class ModelState:
 
 def read_nothing(value: Any, own: Held) -> None:
     """Nothing of what all ranks hold alike lies in parts."""
+
+
+class MemberState:
+    """What a rank's state is for others when the members of the world change.
+
+    Args:
+        state: of a strategy, bound to model and optimizer.
+    """
+
+    def __init__(self, state: ModelState) -> None:
+        self.state = state
+
+    def model_alike(self) -> dict[str, Any]:
+        """What all ranks hold alike of the model, without a word to another rank."""
+        return self.state.model_state()
+
+    def optimizer_alike(self) -> dict[str, Any]:
+        """The same of the optimizer."""
+        return self.state.optimizer.state_dict()
+
+    def load_alike(self, model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> None:
+        """Go on from what `model_alike` and `optimizer_alike` gave on another rank."""
+        self.state.model.load_state_dict(model)
+        self.state.load_optimizer_state(optimizer, read_nothing)
+
+    def detach(self) -> Shards:
+        """Some rank is gone: put the optimizer over the plain parameters, without a state, and
+        without a word to the others.
+
+        Returns:
+            What this rank holds for others too: of each parameter that it updates, by name; where
+            it holds parts of the model, of these, and of buffers.
+        """
+        optimizer = self.state.optimizer
+        members = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        named = {name: p for name, p in self.state.model.named_parameters() if id(p) in members}
+        return taken(optimizer, named)
+
+    def bring(self, shards: Shards, joined: Collection[int]) -> None:
+        """Once the strategy is bound anew: have on each rank what it is to hold now; all ranks call
+        it together.
+
+        Args:
+            shards: what `detach` gave on this rank before; of one that has joined, nothing.
+            joined: the ranks that have joined.
+
+        Raises:
+            WorldError: something is lost.
+        """
+        bring_shards(shards, self.state.model, self.state.optimizer, self.state.world)
 
 
 class ReplicatedState(ModelState):

@@ -14,7 +14,7 @@ from torch import nn, optim
 
 from allhands.checks import check_choice
 from allhands.strategies.held import Held, dealt, held, nowhere
-from allhands.strategies.model_state import ReplicatedState
+from allhands.strategies.model_state import MemberState, ModelState, ReplicatedState
 from allhands.strategies.repoint import Read, Repointed, check_elementwise
 from allhands.strategies.shards import Shards
 from allhands.world import World
@@ -87,20 +87,32 @@ class ShardedState(ReplicatedState):
         ]
         self._repointed = Repointed(optimizer, plain, described, local, world)
 
+    @property
+    def members(self) -> MemberState:
+        return ShardedMemberState(self, self._repointed)
+
     def optimizer_state(self) -> dict[str, Any]:
         return self._repointed.state_dict()
-
-    def optimizer_state_alike(self) -> dict[str, Any]:
-        return self._repointed.without_state()
-
-    def detach(self) -> Shards:
-        return self._repointed.detach()
 
     def load_optimizer_state(self, state: Mapping[str, Any], read: Read) -> None:
         self._repointed.load_state_dict(state, read)
 
     def give_back(self, keep: bool) -> None:
         self._repointed.give_back(keep, self.world.device)
+
+
+class ShardedMemberState(MemberState):
+    """The same with an optimizer over this rank's parts."""
+
+    def __init__(self, state: ModelState, repointed: Repointed) -> None:
+        super().__init__(state)
+        self._repointed = repointed
+
+    def optimizer_alike(self) -> dict[str, Any]:
+        return self._repointed.without_state()
+
+    def detach(self) -> Shards:
+        return self._repointed.detach()
 
 
 def _messages(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
