@@ -145,38 +145,43 @@ def plan(
 def _of_clients(
     run_file: RunFile, download: str | None, upload: str | None, client_flops: float | None
 ) -> FederatedPlan:
-    from allhands.cli.named import raise_all
     from allhands.cli.run_data import entry_of
-    from allhands.cli.run_objects import (
-        criterion_of,
-        datasets_of,
-        model_of,
-        optimizer_of,
-        problems,
-        runner_of,
-        strategy_from,
-    )
+    from allhands.cli.run_objects import datasets_of, model_of, strategy_from
     from allhands.planning.federated_plan import plan_federated
     from allhands.planning.machines import bandwidth_of
 
-    raise_all(problems(run_file, files=True))
-    given = run_file.config
-    model = model_of(run_file, entry_of(run_file))
+    _check_files(run_file)
     strategy: Any = strategy_from(run_file)
     return plan_federated(
-        model=model,
-        criterion=criterion_of(run_file),
-        optimizer=optimizer_of(run_file, model),
+        **_objects(run_file, model_of(run_file, entry_of(run_file))),
         datasets=datasets_of(run_file),
         strategy=strategy,
-        precision=given.precision,
-        clip_norm=given.clip_norm,
-        seed=given.seed,
-        runner=runner_of(run_file),
+        seed=run_file.config.seed,
         download=None if download is None else bandwidth_of(download),
         upload=None if upload is None else bandwidth_of(upload),
         flops=client_flops,
     )
+
+
+def _check_files(run_file: RunFile) -> None:
+    from allhands.cli.named import raise_all
+    from allhands.cli.run_objects import problems
+
+    raise_all(problems(run_file, files=True))
+
+
+def _objects(run_file: RunFile, model: Any) -> dict[str, Any]:
+    """What every plan takes of a run file."""
+    from allhands.cli.run_objects import criterion_of, optimizer_of, runner_of
+
+    return {
+        "model": model,
+        "criterion": criterion_of(run_file),
+        "optimizer": optimizer_of(run_file, model),
+        "precision": run_file.config.precision,
+        "clip_norm": run_file.config.clip_norm,
+        "runner": runner_of(run_file),
+    }
 
 
 def _times(card: str, measure: bool, profile: Path | None) -> OperationTimes:
@@ -205,21 +210,13 @@ def _definition(run_file: RunFile) -> dict[str, Any]:
     """The arguments of `allhands.plan` that a run file gives."""
     import torch
 
-    from allhands.cli.named import raise_all
     from allhands.cli.run_data import entry_of
-    from allhands.cli.run_objects import (
-        criterion_of,
-        datasets_of,
-        model_of,
-        optimizer_of,
-        problems,
-        runner_of,
-    )
+    from allhands.cli.run_objects import datasets_of, model_of
     from allhands.data import build_feeds
     from allhands.loop.settings import Data
     from allhands.world import World
 
-    raise_all(problems(run_file, files=True))
+    _check_files(run_file)
     given = run_file.config
     if given.loop is not None:
         raise UserError(
@@ -236,13 +233,7 @@ def _definition(run_file: RunFile) -> dict[str, Any]:
     sources = Data(None, datasets_of(run_file)).sources(given.seed)
     trained = {name: one for name, one in sources.items() if name.startswith("train")}
     feed = next(iter(build_feeds(trained, world, given.seed).values()))
-    return {
-        "model": model,
-        "criterion": criterion_of(run_file),
-        "optimizer": optimizer_of(run_file, model),
+    return _objects(run_file, model) | {
         "batch": feed.example(given.data.batch_size),
-        "precision": given.precision,
         "accumulate": given.accumulate,
-        "clip_norm": given.clip_norm,
-        "runner": runner_of(run_file),
     }

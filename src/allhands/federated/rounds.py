@@ -111,16 +111,13 @@ class Rounds:
         self.algorithm: Algorithm = work.algorithm
         self.clients = work.clients
         check_choice("on_bad_update", on_bad_update, ("stop", "skip"))
-        if per_round > len(work.clients):
+        count = len(work.clients)
+        if per_round > count:
+            raise UserError(f"per_round={per_round} of {count} clients; write at most {count}")
+        if tests is not None and (len(tests) != count or len(tests.indices) == 0):
             raise UserError(
-                f"per_round={per_round} of {len(work.clients)} clients; write at most "
-                f"{len(work.clients)}"
-            )
-        if tests is not None and (len(tests) != len(work.clients) or len(tests.indices) == 0):
-            raise UserError(
-                f"tests={len(tests.indices)} samples of {len(tests)} clients, and "
-                f"{len(work.clients)} clients are "
-                "trained; give each of them a test split, and at least one a sample"
+                f"tests={len(tests.indices)} samples of {len(tests)} clients, and {count} clients "
+                "are trained; give each of them a test split, and at least one a sample"
             )
         self.on_bad_update, self.tests = on_bad_update, tests
         self.team = team if team is not None else Team.of(world, 1)
@@ -337,9 +334,8 @@ class Rounds:
         sums.exchange(self.world)
         figures = sums.figures()
         self.failures.settle(figures, cohort, self.clients, round_)
-        figures = {
-            name: column[: len(cohort)] for name, column in figures.items()
-        }  # of an empty cohort, none
+        # Of an empty cohort, none.
+        figures = {name: column[: len(cohort)] for name, column in figures.items()}
         self.costs.learn(
             cohort, *((figures[name] * figures["ok"]).tolist() for name in ("steps", "seconds"))
         )
@@ -382,10 +378,9 @@ class Rounds:
 
     def summed(self) -> dict[str, int]:
         """The vectors that are summed over a cohort: name to length."""
-        lengths = self.algorithm.vectors(self.server)
-        if self.server.layout.integers and self.algorithm.shares:
-            lengths = {**lengths, _INTEGERS: len(self.server.integers)}
-        return lengths
+        lengths, server = self.algorithm.vectors(self.server), self.server
+        shared = server.layout.integers and self.algorithm.shares
+        return {**lengths, _INTEGERS: len(server.integers)} if shared else lengths
 
     def _train_all(self, jobs: Sequence[CohortMember], sums: Sums) -> None:
         """Train this rank's part, and then what is left in the queue. Whatever fails, the rank goes

@@ -4,7 +4,6 @@ under it."""
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import sys
 import threading
@@ -23,7 +22,7 @@ from allhands.world.detection import find_environment
 from allhands.world.devices import choose_backend, only_gpu_name, pick_device, visible_gpus
 from allhands.world.layout import Environ, Layout
 from allhands.world.membership import Member, check_places, meet, own_member, place_of
-from allhands.world.native_threads import wait_until_asleep
+from allhands.world.native_threads import destroy_group, wait_until_asleep
 from allhands.world.request import (
     DEFAULT_TIMEOUT,
     InitRequest,
@@ -37,9 +36,7 @@ from allhands.world.stores import OpenStore, open_store
 if TYPE_CHECKING:
     import torch
 
-_log = logging.getLogger(__name__)
 
-_FINALIZE_S = 10.0
 # The variable of a process that takes part later.
 JOINS = "ALLHANDS_ELASTIC_JOINS"
 # What starts processes and does not notice that one of them hangs, is stopped, or lost its network.
@@ -166,9 +163,9 @@ def init(
             _state = _adopt(request, os.environ)
         else:
             _state = _start(request, os.environ)
-        for handler in (wait_until_asleep, _leave_at_exit):  # the last one runs first
-            atexit.unregister(handler)
-            atexit.register(handler)
+        if _state.world.backend != "none":
+            atexit.unregister(_leave_at_exit)
+            atexit.register(_leave_at_exit)
         return _state.world
 
 
@@ -193,10 +190,11 @@ def finalize() -> None:
 
 
 def _leave_at_exit() -> None:
-    """Leave the world at the end of a script that did not, so that nccl has nothing to complain
-    about. Not after an error: the others may never come to take the group down together."""
+    """Leave the world at the end of a script that did not, unless after an error: the others may
+    never come to take the group down together."""
     if getattr(sys, "last_type", None) is None:
         finalize()
+    wait_until_asleep()
 
 
 def _start(request: InitRequest, environ: Environ) -> _State:
@@ -429,23 +427,3 @@ def _check_same(request: InitRequest, state: _State) -> None:
                 f"init({name}={now!r}), but this process already has a world with "
                 f"{name}={before!r}: call allhands.finalize() first, or leave the argument out."
             )
-
-
-def destroy_group(backend: str) -> None:
-    import torch.distributed as dist
-
-    if backend != "nccl":
-        dist.destroy_process_group()
-        return
-    # nccl waits for what is still queued on the GPU, for ever when a peer has gone; a process that
-    # leaves must not.
-    worker = threading.Thread(
-        target=dist.destroy_process_group, name="allhands-finalize", daemon=True
-    )
-    worker.start()
-    worker.join(_FINALIZE_S)
-    if worker.is_alive():
-        _log.warning(
-            "nccl did not stop within %.0f s, probably because a peer has gone; left as it is",
-            _FINALIZE_S,
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import time
@@ -11,6 +12,9 @@ from pathlib import Path
 # compute for ever.
 LONGEST_WAIT_S = 1.0
 
+_FINALIZE_S = 10.0
+
+_log = logging.getLogger(__name__)
 _TASKS = Path("/proc/self/task")
 
 
@@ -47,3 +51,24 @@ def _sleeps(task: Path) -> bool:
     except OSError:  # it has ended
         return True
     return state not in "RD"
+
+
+def destroy_group(backend: str) -> None:
+    """Destroy the default process group, within 10 s."""
+    import torch.distributed as dist
+
+    if backend != "nccl":
+        dist.destroy_process_group()
+        return
+    # nccl waits for what is still queued on the GPU, for ever when a peer has gone; a process that
+    # leaves must not.
+    worker = threading.Thread(
+        target=dist.destroy_process_group, name="allhands-finalize", daemon=True
+    )
+    worker.start()
+    worker.join(_FINALIZE_S)
+    if worker.is_alive():
+        _log.warning(
+            "nccl did not stop within %.0f s, probably because a peer has gone; left as it is",
+            _FINALIZE_S,
+        )

@@ -22,6 +22,7 @@ from allhands.world.connections import CONNECT_S, ELASTIC
 from allhands.world.group import JOINS, World
 from allhands.world.layout import Layout
 from allhands.world.membership import SupersededError
+from allhands.world.native_threads import destroy_group
 from allhands.world.request import DEFAULT_TIMEOUT
 
 # Of the store's keys: those of the memberships, numbered from 1, the signal that ends the job, and
@@ -186,7 +187,7 @@ class Regrouping:
         if state.world.backend == "nccl":
             forget_groups()
         else:
-            group.destroy_group(state.world.backend)
+            destroy_group(state.world.backend)
 
     def _abort(self) -> None:
         with self._lock:
