@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from allhands import DDP, Callback, SupervisedRunner, UserError
+from allhands import DDP, FSDP, Callback, SupervisedRunner, Tensor, UserError
+from allhands.models.transformer import GPT, NextToken
 from tests.reference import global_batches, relative_difference, train_by_hand
 
 pytestmark = [pytest.mark.gpu, pytest.mark.serial]
@@ -62,6 +63,7 @@ def convolutions(normalised: bool = False) -> nn.Module:
 
 def train(step: str, workers: int, model: nn.Module, **options: Any) -> nn.Module:
     made: dict[str, Any] = {
+        "criterion": nn.CrossEntropyLoss(),
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
         "num_epochs": 8,
         "clip_norm": 0.5,
@@ -69,9 +71,7 @@ def train(step: str, workers: int, model: nn.Module, **options: Any) -> nn.Modul
         "distributed": DDP(bucket_cap_mb=0.01),
         "callbacks": [Exact()],
     }
-    SupervisedRunner().train(
-        model=model, criterion=nn.CrossEntropyLoss(), workers=workers, step=step, **made | options
-    )
+    SupervisedRunner().train(model=model, workers=workers, step=step, **made | options)
     return model
 
 
@@ -183,3 +183,36 @@ def test_gradients_after_a_step_are_the_exchanged_ones() -> None:
         )
         norms.append(history["train"]["norm"])
     assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize(
+    "strategy",
+    [DDP(optimizer_state="sharded"), FSDP(), FSDP(reshard_after_forward=False), Tensor()],
+    ids=["sharded", "fsdp", "fsdp-kept", "tensor"],
+)
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
+def test_models_and_states_in_parts_are_captured(
+    strategy: Any, again: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    models = []
+    for step in ("graph", "eager"):
+        torch.manual_seed(3)
+        model = GPT(64, 32, 3, 4, 64, tied=False)
+        drawn = torch.Generator().manual_seed(0)
+        tokens = torch.randint(64, (101, 33), generator=drawn)
+        data = TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        models.append(
+            train(
+                step,
+                2,
+                model,
+                criterion=NextToken(),
+                loaders={"train": DataLoader(data, 4, shuffle=True)},
+                optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True),
+                distributed=strategy,
+                activation_checkpointing=again,
+            )
+        )
+    assert "step: captured in a CUDA graph" in capfd.readouterr().out
+    assert relative_difference(models[0].state_dict(), models[1].state_dict()) < 1e-3

@@ -255,24 +255,49 @@ def test_what_cannot_be_honoured_is_refused(given: dict[str, Any], message: str)
 # ------------------------------------------------------------------ on GPUs
 
 
+def language(again: Any, step: str, dropout: float, **options: Any) -> nn.Module:
+    torch.manual_seed(3)
+    model = GPT(64, 32, 3, 4, 64, dropout=dropout)
+    drawn = torch.Generator().manual_seed(0)
+    tokens = torch.randint(64, (101, 33), generator=drawn)
+    data = TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    SupervisedRunner(device="cuda").train(
+        model=model,
+        criterion=NextToken(),
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True),
+        num_epochs=3,
+        loaders={"train": DataLoader(data, 8)},
+        activation_checkpointing=again,
+        step=step,
+        **options,
+    )
+    return model
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("step", ["auto", "compile"])
-def test_on_a_gpu_layers_draw_the_same_dropout_again(
+@pytest.mark.parametrize("step", ["graph", "compile"])
+def test_on_a_gpu_steps_without_dropout_are_captured(
     step: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    expected = language(False, "eager", 0.0)
+    capsys.readouterr()
+    model = language(True, step, 0.0)
+    assert "step: captured in a CUDA graph" in capsys.readouterr().out
+    assert relative_difference(model.state_dict(), expected.state_dict()) < 1e-3
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_layers_draw_the_same_dropout_again(capsys: pytest.CaptureFixture[str]) -> None:
     """Steps are eager then, and computed again with the dropout that they would draw without
     checkpointing."""
-    given: dict[str, Any] = {"device": "cuda", "samples": 101, "num_epochs": 3}
-    expected = train(False, step="eager", **given)
+    expected = language(False, "eager", 0.1)
     capsys.readouterr()
-    model = train("Block", step=step, **given)
-    assert (
-        "step: eager, since activation_checkpointing keeps the state of the random generators"
-        in capsys.readouterr().out
-    )
+    model = language(True, "auto", 0.1)
+    said = capsys.readouterr().out
+    assert "step: eager, since activation_checkpointing computes 'layers.0' again" in said
     assert relative_difference(model.state_dict(), expected.state_dict()) < 1e-4
-    with pytest.raises(UserError, match="step='graph': .* since activation_checkpointing keeps"):
-        train("Block", step="graph", **given)
+    with pytest.raises(UserError, match="step='graph': .* since activation_checkpointing computes"):
+        language(True, "graph", 0.1)
 
 
 def peaks(again: Any) -> int:

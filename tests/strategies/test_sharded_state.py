@@ -224,15 +224,6 @@ def test_what_cannot_be_honoured_is_refused(
         train(DDP(**strategy), model=model, workers=2, **changes)
 
 
-def test_captured_steps_say_why_they_are_eager() -> None:
-    from allhands.world import World
-
-    world = World(0, 0, 0, 2, 2, torch.device("cpu"), "gloo", "alone")
-    refused = DDP(optimizer_state="sharded").capture_refused(network(), world)
-    assert refused is not None
-    assert "write DDP()" in refused
-
-
 def on_cards(_: Any = None) -> tuple[bool, int, int]:
     allhands.init(device="cuda")
     try:

@@ -51,11 +51,6 @@ def _refusal(settings: LoopSettings, world: World, own_calls: str, scales: bool)
     refused = settings.strategy.capture_refused(settings.model, world)
     if refused is not None:
         return refused
-    if settings.activation_checkpointing:
-        return (
-            "activation_checkpointing keeps the state of the random generators on the host, to "
-            "draw the same again"
-        )
     if scales:
         return "precision='fp16' looks at its gradients on the host; precision='bf16' does not"
     return (

@@ -224,7 +224,6 @@ def _taken(
     parts = workload.accumulate
     counts = [workload.samples] * parts
     captured = strategy.capture_refused(model, world) is None
-    captured = captured and not workload.activation_checkpointing
     first, kinds = strategy.kinds_of_step()
     period = sum(kinds.values())
     found: list[DryStep] = []

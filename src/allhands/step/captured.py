@@ -120,7 +120,7 @@ class CapturedSteps:
             torch.backends.cudnn.benchmark,
         )
         form = (
-            [(p.data_ptr(), p.requires_grad) for p in self.module.parameters()],
+            [(_address(p), p.requires_grad) for p in self.module.parameters()],
             [module.training for module in self.module.modules()],
             flags,
         )
@@ -302,6 +302,12 @@ class _CapturedStep:
                 take.observe(_copy(output), _copy(target), *measured)
             else:
                 take.observe(output, target, *measured)
+
+
+def _address(parameter: Any) -> int:
+    """Where the values of a parameter lie, or this rank's part of them."""
+    part = parameter.to_local() if hasattr(parameter, "placements") else parameter
+    return part.data_ptr()
 
 
 def _on(leaf: Any, device: torch.device) -> Any:

@@ -68,7 +68,7 @@ def _generators() -> dict[str, Any]:
 def hooked(model: nn.Module) -> str | None:
     """Which hook of a model a replay would not call, as the end of a sentence; None where there is
     none but PyTorch's own, which compute (weight and spectral normalisation), and those of the
-    exchange between workers."""
+    strategies, which compute and exchange."""
     for name, module in model.named_modules():
         for kind in (
             "_forward_pre_hooks",
@@ -76,23 +76,20 @@ def hooked(model: nn.Module) -> str | None:
             "_backward_pre_hooks",
             "_backward_hooks",
         ):
-            if any(not _of_torch(hook) for hook in getattr(module, kind).values()):
+            if any(not _computes(hook) for hook in getattr(module, kind).values()):
                 return (
                     f"{type(model).__name__}{f'.{name}' if name else ''} has hooks, which a "
                     "replay would not call"
                 )
     for name, parameter in model.named_parameters():
-        if any(not _of_exchange(hook) for hook in gradient_hooks(parameter)):
+        if any(not _computes(hook) for hook in gradient_hooks(parameter)):
             return f"the parameter '{name}' has hooks, which a replay would not call"
     return None
 
 
-def _of_torch(hook: Any) -> bool:
-    return (getattr(hook, "__module__", None) or type(hook).__module__).startswith("torch.")
-
-
-def _of_exchange(hook: Any) -> bool:
-    return getattr(hook, "__module__", "") == "allhands.strategies.buckets"
+def _computes(hook: Any) -> bool:
+    module = getattr(hook, "__module__", None) or type(hook).__module__
+    return module.startswith(("torch.", "allhands.strategies."))
 
 
 @contextmanager

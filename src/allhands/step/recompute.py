@@ -66,11 +66,20 @@ class _Again:
         known = {id(buffer) for norm in self.norms for buffer in norm.buffers()}
         self.buffers = [name for name, buffer in module.named_buffers() if id(buffer) not in known]
         self.looked = not self.buffers
+        self.draws = False  # a call in training has drawn from the GPU's random generator
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from torch.utils.checkpoint import checkpoint
 
-        return checkpoint(_Passes(self).take, *args, use_reentrant=False, **kwargs)
+        keeps = torch.compiler.is_compiling() or not _capturing()
+        if not keeps and self.draws:
+            raise RuntimeError(
+                f"activation_checkpointing computes '{self.name}' again, and that draws the same "
+                "random numbers by a state that is kept on the host"
+            )
+        return checkpoint(
+            _Passes(self).take, *args, use_reentrant=False, preserve_rng_state=keeps, **kwargs
+        )
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
@@ -120,4 +129,19 @@ class _Passes:
             with again.quiet():
                 return again.forward(*args, **kwargs)
         self.passed = True
-        return again.forward(*args, **kwargs) if again.looked else again.look(*args, **kwargs)
+        before = _draws()
+        output = again.forward(*args, **kwargs) if again.looked else again.look(*args, **kwargs)
+        again.draws = again.draws or _draws() != before
+        return output
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def _draws() -> int:
+    """How far the GPU's random generator has come; 0 while a step is captured, or without a
+    GPU."""
+    if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
+        return 0
+    return torch.cuda.default_generators[torch.cuda.current_device()].get_offset()

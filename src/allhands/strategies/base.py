@@ -164,8 +164,8 @@ class Strategy(ABC):
         """Why steps cannot be captured in CUDA graphs, as the end of a sentence, before `bind`;
         None where they can."""
         return (
-            f"strategy '{self.name}' is not among those whose steps are captured ('single' and "
-            "'ddp')"
+            f"strategy '{self.name}' is not among those whose steps are captured ('single', "
+            "'ddp', 'fsdp' and 'tensor')"
         )
 
     @abstractmethod

@@ -116,11 +116,6 @@ class DDP(Strategy):
             return None
         if self.sync_batchnorm:
             return "with several workers DDP(sync_batchnorm=True) decides on the host; write DDP()"
-        if self.parted:
-            return (
-                "DDP(optimizer_state='sharded') shares what each worker has updated, which is "
-                "not captured; write DDP()"
-            )
         if self.compress is not None and cast_dtype(self.compress) is None:
             name = self.compress["name"]
             return (

@@ -106,6 +106,11 @@ class FSDP(Meshed):
     def degrees_for(self, workers: int) -> Degrees:
         return Degrees(shard=workers)
 
+    def capture_refused(self, model: nn.Module, world: World) -> str | None:
+        if self.cpu_offload:
+            return "FSDP(cpu_offload=True) updates on the processor; write FSDP()"
+        return super().capture_refused(model, world)
+
     def check(self, world: World) -> None:
         super().check(world)
         self.check_device(world)

@@ -79,6 +79,14 @@ class Meshed(Strategy):
             return None
         return "layers" if workers > 1 else "model"
 
+    def capture_refused(self, model: nn.Module, world: World) -> str | None:
+        if self.degrees_for(world.world_size).pp > 1:
+            return (
+                "the ranks of a pipeline tell one another the sizes of their micro-batches in each "
+                "step; write pp=1"
+            )
+        return None
+
     def over_batch_refused(self, workers: int) -> str | None:
         degrees = self.degrees_for(workers)
         if degrees.pp > 1:
