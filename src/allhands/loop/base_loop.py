@@ -101,15 +101,19 @@ class BaseLoop(BoundLoop):
     def contexts(self) -> Iterator[AbstractContextManager[Any]]:
         for group in self.groups.values():
             yield recomputing(group)
-            yield compiling(group, self.losses, self.reporter.line)
+            left = (lambda: self._left_of(self._length()[0])) if len(self.groups) == 1 else None
+            yield compiling(group, self.losses, self.reporter.line, left)
+
+    def _length(self) -> tuple[int | None, int | None]:
+        lengths = [self.steps_of_epoch(feed) for feed in self.trained]
+        whole = None if None in lengths else sum(lengths)  # type: ignore[arg-type]
+        return length_of_training(whole, self.num_epochs, self.settings.max_steps)
 
     def check_schedule(self) -> str:
         settings = self.settings
         if settings.limit or settings.cut_short or not self.trained:
             return ""  # a trial, which is shorter than the training
-        lengths = [self.steps_of_epoch(feed) for feed in self.trained]
-        whole = None if None in lengths else sum(lengths)  # type: ignore[arg-type]
-        steps, epochs = length_of_training(whole, self.num_epochs, settings.max_steps)
+        steps, epochs = self._length()
         notes = [
             group.schedule.check_length(steps, epochs, self.global_step, self.epoch)
             for group in self.groups.values()

@@ -1,4 +1,4 @@
-"""Whether a training's model is compiled (``step="compile"``), and how."""
+"""Whether a training's model is compiled, and how."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from allhands.errors import UserError
-from allhands.step.compiled import Compiled
+from allhands.step.compile_choice import CompileChoice
+from allhands.step.compiled import Compiled, compiler_missing
 
 if TYPE_CHECKING:
     from allhands.loop.optimizer_group import OptimizerGroup
@@ -34,22 +35,38 @@ def check_compiled(settings: LoopSettings, workers: int) -> None:
 
 
 def compiling(
-    group: OptimizerGroup, losses: Sequence[Any], say: Callable[[str], None]
+    group: OptimizerGroup,
+    losses: Sequence[Any],
+    say: Callable[[str], None],
+    left: Callable[[], int | None] | None = None,
 ) -> AbstractContextManager[Any]:
-    """A context in which the model of a group is compiled, if that was asked for.
+    """A context in which the model of a group is compiled, if that was asked for, or if it turns
+    out to pay.
 
     Args:
         group: bound already.
         losses: criteria; that of a language model is among its longest operations.
         say: takes a line to print.
+        left: the optimizer steps that are left; without it, what was not asked for is not tried.
 
     Raises:
         UserError: there is no compiler; on leaving: it has failed.
     """
-    if group.settings.step != "compile":
-        return nullcontext()
-    by_layer = group.strategy.compiled(group.world.world_size) == "layers"
+    asked, world, captured = group.settings.step, group.world, group.captured
+    kind = group.strategy.compiled(world.world_size)
     modules = [call for call in losses if isinstance(call, nn.Module)]
-    compiled = Compiled(group.model, by_layer, group.world.device, modules)
-    say(f"step: {compiled.what} compiled, at the first step of each shape of a batch")
-    return compiled
+
+    def compiled(lenient: bool = False) -> Compiled:
+        return Compiled(group.model, kind == "layers", world.device, modules, lenient)
+
+    if asked == "compile":
+        made = compiled()
+        say(f"step: {made.what} compiled, at the first step of each shape of a batch")
+        return made
+    if asked != "auto" or kind is None or captured is None or left is None:
+        return nullcontext()
+    able = compiler_missing(world.device) is None and not hasattr(group.settings.model, "_orig_mod")
+    layers = sum(bool(module._parameters) for module in group.model.modules())
+    choice = CompileChoice(lambda: compiled(lenient=True), layers, left, world, say, able)
+    captured.choice = choice
+    return choice

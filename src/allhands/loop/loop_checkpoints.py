@@ -123,6 +123,7 @@ class LoopCheckpoints(Checkpoints):
             "optimizer": optimizer,
             "scheduler": self._by_group(lambda group: group.schedule.state_dict()),
             "scaler": self._by_group(_scaler_state),
+            "compiled": self._by_group(lambda group: group.chose_to_compile),
             "epoch": loop.epoch,
             "step": loop.global_step,
             "strategy": {
@@ -330,6 +331,8 @@ class LoopCheckpoints(Checkpoints):
         written = state["strategy"].get(strategy.name, nothing)
         for group, part in self._groups_of(written, "strategy"):
             group.exchange.load_state_dict(part)
+        for group, chosen in self._groups_of(state.get("compiled", nothing), "compiled"):
+            group.compile_as_before(chosen)
         for prefix, group in self._prefixes():
             self._load_strategys_own(path, state, first, prefix, group)
         if state["position"] is None:

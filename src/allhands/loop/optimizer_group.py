@@ -105,6 +105,18 @@ class OptimizerGroup:
             say=self._say,
         )
 
+    @property
+    def chose_to_compile(self) -> bool:
+        """Whether ``step="auto"`` has had the model compiled."""
+        choice = None if self.captured is None else self.captured.choice
+        return choice is not None and choice.active
+
+    def compile_as_before(self, chosen: Any) -> None:
+        """The training goes on, in which `chose_to_compile` was this."""
+        choice = None if self.captured is None else self.captured.choice
+        if chosen and choice is not None:
+            choice.begin()
+
     def begin(self, step: int) -> None:
         """The training begins or goes on after optimizer step `step`."""
         self.exchange.begin(step)

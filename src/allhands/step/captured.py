@@ -19,6 +19,7 @@ from torch import nn
 from allhands.compat import pytree
 from allhands.errors import UserError
 from allhands.step.capturable import Capturable
+from allhands.step.compile_choice import CompileChoice
 from allhands.step.guards import HostState, hooked, waits_noted, where_raised
 from allhands.step.optimizer_step import OptimizerStep
 
@@ -81,6 +82,9 @@ class CapturedSteps:
         self.keeps, self.shows, self.insist, self.say = keeps, shows, insist, say
         self.optimizer = Capturable(optimizer, device)
         self.reason: str | None = None
+        #: Whether the model is to be compiled meanwhile.
+        self.choice: CompileChoice | None = None
+        self._waits: str | None = None  # the reason, where compiled steps may not have it
         self._capture = capture or _CudaGraphs(device)
         self._captured: dict[Any, _CapturedStep] = {}
         self._eager: dict[Any, int] = {}
@@ -137,22 +141,40 @@ class CapturedSteps:
         idle: bool,
     ) -> None:
         """Take the step that ``take(batches, counts, total, idle)`` takes."""
+        replayed = self._take(take, batches, counts, total, idle)
+        if self.choice is None:
+            return
+        # Compiled steps that have to be eager are not what is looked for.
+        eager = self._waits is not None and not self.choice.active
+        if self.choice.step_taken(replayed or eager):
+            self.reason = None if self.choice.active else self._waits
+            self._forget()
+
+    def _take(
+        self,
+        take: OptimizerStep,
+        batches: Sequence[Any],
+        counts: Sequence[int],
+        total: int,
+        idle: bool,
+    ) -> bool:
+        """Take the step; whether it was replayed."""
         if not self._adapts:
             take(batches, counts, total, idle)
-            return
+            return False
         if self.optimizer.changed():
             self._forget()
         if self.reason is not None:
             with self.optimizer.capturable():
                 take(batches, counts, total, idle)
-            return
+            return False
         leaves, tree = pytree.tree_flatten(batches)
         key = (tree, tuple(_form_of(leaf) for leaf in leaves), tuple(counts), total, idle)
         captured = self._captured.get(key)
         if captured is not None:
             with take.label("captured step"):
                 captured.replay(take, leaves)
-            return
+            return True
         seen = self._eager[key] = self._eager.get(key, 0) + 1
         with self.optimizer.capturable(), self._capture_stream():
             leaves = [_on(leaf, self.device) for leaf in leaves]
@@ -169,6 +191,7 @@ class CapturedSteps:
         if captured is not None:
             self._captured[key] = captured
             captured.replay(take, leaves)
+        return False
 
     # ------------------------------------------------------------------ trying
 
@@ -185,9 +208,10 @@ class CapturedSteps:
             take.observe = observe
         for values in observed:
             observe(*values)
-        reason = f"it waits for the device at {waits[0]}" if waits else host.changed()
-        if reason is not None:
-            self._give_up(reason)
+        if waits:
+            self._give_up(f"it waits for the device at {waits[0]}", of_model=True)
+        elif (changed := host.changed()) is not None:
+            self._give_up(changed)
 
     def _capture_step(
         self, take: OptimizerStep, leaves: list[Any], tree: Any, *step: Any
@@ -215,11 +239,16 @@ class CapturedSteps:
             self.say("step: captured in a CUDA graph, and replayed from here on")
         return captured
 
-    def _give_up(self, reason: str) -> None:
+    def _give_up(self, reason: str, of_model: bool = False) -> None:
+        """Take steps eagerly from here on; `of_model`: if it is compiled, it may do otherwise."""
         if self.insist:
             raise cannot_capture(reason)
         self.reason = reason
         self._captured.clear()
+        if self.choice is not None and self.choice.active:
+            return  # it is taken back soon, and then says why
+        if of_model:
+            self._waits = reason
         self.say(f"step: eager, since {reason}")
 
     def _unfit(self, refusal: str | None) -> None:

@@ -75,6 +75,7 @@ class Compiled:
             of its backward pass, when no time is left to exchange them behind it.
         device: of the model.
         losses: of modules that compute a loss, each compiled for itself.
+        lenient: what the compiler fails at runs as it is.
 
     Raises:
         UserError: there is no compiler for the device.
@@ -86,6 +87,7 @@ class Compiled:
         by_layer: bool,
         device: torch.device,
         losses: Sequence[nn.Module] = (),
+        lenient: bool = False,
     ) -> None:
         missing = compiler_missing(device)
         if missing is not None:
@@ -95,6 +97,7 @@ class Compiled:
         self.what = (f"its {len(found)} layers" if found else "the whole model") + (
             " and the loss" if losses else ""
         )
+        self._lenient = lenient
         self._stack = ExitStack()
 
     def __enter__(self) -> Compiled:
@@ -106,6 +109,7 @@ class Compiled:
         # It cuts what is called inside DistributedDataParallel by buckets, and cannot do so where
         # layers are computed again.
         changes["optimize_ddp"] = False
+        changes["suppress_errors"] = self._lenient
         self._stack.enter_context(torch._dynamo.config.patch(**changes))
         for module in self.modules:
             _show_globals(module, self._stack)

@@ -1,0 +1,191 @@
+"""Whether a training has its model compiled: by the steps that are left, and by what it gave."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from allhands import SupervisedRunner
+from allhands.step import compile_choice
+from allhands.step.compile_choice import CompileChoice
+from allhands.world import World
+from tests.reference import relative_difference
+from tests.step.test_captured import Trained, data, network
+
+WORLD = World(0, 0, 0, 1, 1, torch.device("cpu"), "none", "alone")
+STEPS = 200
+
+
+class Marked(AbstractContextManager[None]):
+    """Stands for a model that is compiled, which is what `log` says."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def __enter__(self) -> None:
+        self.log.append("enters")
+
+    def __exit__(self, *error: Any) -> None:
+        self.log.append("leaves")
+
+
+class Times:
+    """Steps take `before` seconds, and `after` where the model is compiled."""
+
+    def __init__(self, log: list[str], before: float, after: float | None) -> None:
+        self.log, self.before, self.after = log, before, after
+        self.marks = 0
+
+    def mark(self) -> None:
+        self.marks += 1
+
+    def restart(self) -> None:
+        self.marks = 0
+
+    def median(self) -> float | None:
+        if self.marks < 20:
+            return None
+        return self.after if self.log[-1:] == ["enters"] else self.before
+
+
+def taken(
+    monkeypatch: pytest.MonkeyPatch,
+    before: float,
+    after: float | None,
+    left: int | None,
+    able: bool = True,
+) -> tuple[list[str], list[str], list[int]]:
+    """What was entered and left, what was said, and after which of 200 steps the kind changed."""
+    log: list[str] = []
+    said: list[str] = []
+    monkeypatch.setattr(compile_choice, "StepTimes", lambda device: Times(log, before, after))
+    choice = CompileChoice(lambda: Marked(log), 10, lambda: left, WORLD, said.append, able)
+    with choice:
+        changed = [
+            number
+            for number in range(1, STEPS + 1)
+            if choice.step_taken(after is not None or not choice.active)
+        ]
+    return log, said, changed
+
+
+def test_what_pays_is_compiled_and_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """10 layers are taken to compile in 20 s; a quarter of 20,000 steps of 10 ms is 50 s."""
+    log, said, changed = taken(monkeypatch, 0.010, 0.007, 20_000)
+    assert log == ["enters", "leaves"]  # when the training ends
+    assert changed == [40]
+    assert said[0].startswith("step: 20,000 steps of 10 ms are left, so that torch.compile is")
+    assert said[1] == "step: compiled, 7 ms in place of 10"
+
+
+def test_what_gives_nothing_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    log, said, changed = taken(monkeypatch, 0.010, 0.0098, 20_000)
+    assert changed == [40, 80]
+    assert log == ["enters", "leaves"]
+    assert said[1] == (
+        "step: compiled no longer, since such steps take 9.8 ms; before, they took 10"
+    )
+
+
+def test_what_cannot_be_captured_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, said, changed = taken(monkeypatch, 0.010, None, 20_000)
+    assert changed == [40, 80]
+    assert "since such steps cannot be captured" in said[1]
+
+
+@pytest.mark.parametrize("left", [15_000, None], ids=["too few", "unknown"])
+def test_nothing_is_compiled_for(monkeypatch: pytest.MonkeyPatch, left: int | None) -> None:
+    assert taken(monkeypatch, 0.010, 0.001, left) == ([], [], [])
+
+
+def test_nothing_is_compiled_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert taken(monkeypatch, 0.010, 0.001, 20_000, able=False) == ([], [], [])
+
+
+def test_what_was_compiled_before_an_interruption_is_compiled_at_once() -> None:
+    log: list[str] = []
+    choice = CompileChoice(lambda: Marked(log), 10, lambda: 10, WORLD, [].append)
+    with choice:
+        choice.begin()
+        assert choice.active
+        assert not any(choice.step_taken(True) for _ in range(STEPS))
+    assert log == ["enters", "leaves"]
+
+
+def still_network() -> nn.Module:
+    """It draws nothing, which on a processor would keep its steps eager."""
+    return nn.Sequential(*(layer for layer in network() if not isinstance(layer, nn.Dropout)))
+
+
+@pytest.mark.parametrize("after", [0.007, 0.02], ids=["kept", "taken back"])
+def test_steps_stay_those_of_the_training(monkeypatch: pytest.MonkeyPatch, after: float) -> None:
+    """No step is lost or taken twice while it is decided, and captures begin anew."""
+    log: list[str] = []
+    monkeypatch.setattr(compile_choice, "StepTimes", lambda device: Times(log, 0.01, after))
+    one = Trained(still_network(), torch.optim.AdamW, {"lr": 1e-3})
+    other = Trained(still_network(), torch.optim.AdamW, {"lr": 1e-3}, captured=False)
+    assert one.captured is not None
+    one.captured.choice = CompileChoice(
+        lambda: Marked(log), 2, lambda: 10**6, WORLD, one.said.append
+    )
+    one.steps(data(100))
+    other.steps(data(100))
+    assert one.captures == (2 if after < 0.01 else 3)
+    assert one.losses == pytest.approx(other.losses, rel=1e-5)
+    assert relative_difference(one.model.state_dict(), other.model.state_dict()) < 1e-5
+
+
+class Waits(nn.Module):
+    """A mask check that waits for the device, as transformers' has; compiled, it does not."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return x
+        return x if bool((x < 1e9).all()) else -x
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("waits", [False, True])
+def test_on_a_gpu_a_long_training_is_compiled(
+    waits: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Any
+) -> None:
+    monkeypatch.setattr(compile_choice, "_COMPILES", (0.0, 0.0))
+    monkeypatch.setattr(compile_choice, "_FASTER", 10.0)  # whatever this small model gives
+
+    def train(step: str, **options: Any) -> nn.Module:
+        torch.manual_seed(1)
+        layers = [nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 4)]
+        model = nn.Sequential(*([Waits()] if waits else []), *layers)
+        drawn = torch.Generator().manual_seed(0)
+        rows = TensorDataset(
+            torch.randn(800, 64, generator=drawn), torch.randint(4, (800,), generator=drawn)
+        )
+        SupervisedRunner(device="cuda").train(
+            model=model,
+            criterion=nn.CrossEntropyLoss(),
+            optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
+            loaders={"train": DataLoader(rows, 8)},
+            step=step,
+            **{"num_epochs": 3} | options,
+        )
+        return model
+
+    expected = train("eager")
+    capsys.readouterr()
+    found = train("auto", logdir=tmp_path / "whole")
+    said = capsys.readouterr().out
+    assert "so that torch.compile is tried" in said
+    assert "step: compiled, " in said
+    assert "step: captured in a CUDA graph" in said
+    assert relative_difference(found.state_dict(), expected.state_dict()) < 1e-3
+    train("auto", logdir=tmp_path / "parts", num_epochs=2)
+    resumed = train("auto", logdir=tmp_path / "parts", resume="auto")
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(found.state_dict().values(), resumed.state_dict().values(), strict=True)
+    )
