@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import allhands
 from allhands.errors import UserError
+from allhands.federated import keyed_noise
 from allhands.federated.keyed_noise import KeyedDropout, KeyedNoise
 from allhands.models import RandomCrop, RandomFlip
 from tests.federated.executors.comparing import augmented, difference, trained
@@ -130,6 +131,38 @@ def test_calls_again_in_the_backward_pass_are_only_served_when_unambiguous():
         noise.end()
         gradients.append(torch.autograd.grad(output.sum(), list(net.parameters())))
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_masks_of_all_steps_of_a_client_are_made_at_once_and_are_those_of_each_step(monkeypatch):
+    given = nn.Sequential(
+        nn.Dropout(0.3), nn.Dropout2d(0.5), nn.Sequential(RandomFlip()), nn.Dropout(0.1)
+    )
+    x = torch.rand(6, 2, 5, 5, generator=torch.Generator().manual_seed(1))
+
+    def drawn(ahead: int) -> tuple[list[torch.Tensor], int]:
+        monkeypatch.setattr(keyed_noise, "MOST_AHEAD", {"cpu": ahead})
+        hashes: list[int] = []
+        hashed = keyed_noise.hashed
+        monkeypatch.setattr(
+            keyed_noise, "hashed", lambda count, key: hashes.append(count) or hashed(count, key)
+        )
+        net = copy.deepcopy(given).train()
+        noise, made = KeyedNoise(net, CPU), []
+        for client in (0, 1):
+            keys = noise.keys(1, 0, client, 3)
+            for step, size in enumerate((6, 6, 4)):
+                noise.set_step(keys, step)
+                noise.begin()
+                made += [net(x[:size]), net[0](x[:size])]  # the second call of a layer
+                noise.end()
+        monkeypatch.setattr(keyed_noise, "hashed", hashed)
+        return made, len(hashes)
+
+    (alone, none), (together, few) = drawn(0), drawn(10_000)
+    # two clients, three layers of dropout; and none where there would be too many numbers
+    assert (none, few, drawn(3 * 12)[1]) == (0, 6, 2)
+    assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+    assert len({one.numpy().tobytes() for one in alone}) == len(alone)
 
 
 def test_layers_are_replaced_without_a_trace_in_the_state():

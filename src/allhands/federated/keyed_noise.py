@@ -23,6 +23,9 @@ from allhands.models.augment import PerImage, RandomCrop, RandomFlip
 # 32-bit numbers.
 _SPREAD, _MIX, _LAST = (n - 2**32 for n in (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35))
 _STEP = np.uint64(0x9E3779B97F4A7C15)
+#: Numbers of dropout that are made at once for further steps of a client, by kind of device: on a
+#: GPU asking for the ten operations takes longer than their work, on a processor it does not.
+MOST_AHEAD = {"cuda": 1 << 22}
 
 
 def hashed(count: int, key: torch.Tensor) -> torch.Tensor:
@@ -60,6 +63,10 @@ class Keyed(nn.Module):
         super().__init__()
         self.register_buffer("key", torch.zeros((), dtype=torch.int32), persistent=False)
         self.calls, self.over = 0, False
+        #: The keys of all steps of the client that trains, shape ``[steps]``, and its present step,
+        #: where it is known which come.
+        self.keys: torch.Tensor | None = None
+        self.step = 0
         self._places: dict[int, torch.Tensor] = {}
 
     def _bits(self, count: int, device: torch.device) -> torch.Tensor:
@@ -96,6 +103,7 @@ class KeyedDropout(Keyed):
     def __init__(self, p: float, features: int | None, inplace: bool) -> None:
         super().__init__()
         self.p, self.features, self.inplace = p, features, inplace
+        self._ahead: tuple[torch.Tensor, torch.Tensor] | None = None  # of which keys
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training or self.p == 0.0:
@@ -109,13 +117,27 @@ class KeyedDropout(Keyed):
         shape = x.shape if self.features is None else x.shape[: self.features]
         if self.p == 1.0:
             return x.new_zeros(()).expand(x.shape)
-        bits = self._bits(shape.numel(), x.device)
-        kept = (
-            (bits >= min(round(self.p * 2**32) - 2**31, 2**31 - 1))
-            .to(x.dtype)
-            .mul_(1.0 / (1.0 - self.p))
-        )
+        kept = self._made_ahead(shape.numel(), x)
+        if kept is None:
+            kept = self._scaled(self._bits(shape.numel(), x.device), x.dtype)
         return kept.view(*shape, *(1 for _ in x.shape[len(shape) :]))
+
+    def _scaled(self, bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        kept = bits >= min(round(self.p * 2**32) - 2**31, 2**31 - 1)
+        return kept.to(dtype).mul_(1.0 / (1.0 - self.p))
+
+    def _made_ahead(self, count: int, x: torch.Tensor) -> torch.Tensor | None:
+        """What `_scaled` gives for the first call of the present step, out of what was made for all
+        of the client's steps; None where each step makes its own."""
+        keys, most = self.keys, MOST_AHEAD.get(x.device.type, 0)
+        if keys is None or self.over or self.calls or len(keys) * count > most:
+            return None
+        ahead = None if self._ahead is None or self._ahead[0] is not keys else self._ahead[1]
+        if ahead is None or ahead.shape[1] < count or ahead.dtype != x.dtype:
+            ahead = self._scaled(hashed(count, keys[:, None]), x.dtype)
+            self._ahead = keys, ahead
+        self.calls += 1
+        return ahead[self.step, :count]
 
 
 class KeyedImages(Keyed):
@@ -174,6 +196,7 @@ class KeyedNoise:
             if isinstance(module, Keyed):
                 self.layers[name] = module.to(device)
         self.names = list(self.layers)
+        self._client: torch.Tensor | None = None  # the keys of `set_step`
 
     def keys(self, seed: int, round_: int, client: int, steps: int) -> torch.Tensor:
         """The keys of a client's steps: int32, shape ``[steps, layers]``, on the processor."""
@@ -206,6 +229,17 @@ class KeyedNoise:
             layer._buffers["key"] = keys[
                 place
             ]  # past `Module.__setattr__`, which takes longer than a small operation
+
+    def set_step(self, keys: torch.Tensor, step: int) -> None:
+        """Use the keys of this step, of a client's keys, shape ``[steps, layers]``, which stay as
+        they are."""
+        if keys is not self._client:
+            self._client = keys
+            for layer, column in zip(self.layers.values(), keys.t().contiguous(), strict=True):
+                layer.__dict__["keys"] = column
+        for layer in self.layers.values():
+            layer.__dict__["step"] = step
+            layer._buffers["key"] = layer.__dict__["keys"][step]
 
     def begin(self) -> None:
         """A forward pass begins."""

@@ -102,13 +102,14 @@ class LocalOptimizer:
             groups.append({"params": [flat], **options, **self._way(options, flat)})
         return self.kind(groups)  # type: ignore[call-arg]  # of a class of its own, with defaults
 
-    def _way(self, options: Mapping[str, Any], flat: torch.Tensor) -> dict[str, Any]:
-        """How the update of one vector is computed, where the user leaves it open."""
+    def _way(self, options: Mapping[str, Any], one: torch.Tensor) -> dict[str, Any]:
+        """How the update of `one` vector, or of tensors on a processor that are like `one`, is
+        computed, where the user leaves it open."""
         if options.get("foreach", False) is not None or options.get("fused"):
             return {}
         # One pass over the memory, and no temporary vectors: on a CPU half the time of Adam.
         if (
-            flat.device.type == "cpu"
+            one.device.type == "cpu"
             and self.kind.__name__ in self.FUSED
             and options.get("fused", False) is None
             and not options.get("differentiable")
@@ -119,8 +120,11 @@ class LocalOptimizer:
 
     def over(self, named: Mapping[str, torch.Tensor]) -> torch.optim.Optimizer:
         """The optimizer over tensors by the parameters' names, each for itself."""
-        pairs = zip(self.groups, self.options, strict=True)
-        made = [{"params": [named[name] for name in group], **options} for group, options in pairs]
+        made = []
+        for group, options in zip(self.groups, self.options, strict=True):
+            params = [named[name] for name in group]
+            way = self._way(options, params[0]) if self.flat and params else {}
+            made.append({"params": params, **options, **way})
         return self.kind(made)  # type: ignore[call-arg]
 
     def set_rates(self, optimizer: torch.optim.Optimizer) -> None:

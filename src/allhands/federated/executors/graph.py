@@ -27,15 +27,10 @@ class Graph(Serial):
     """
 
     name = "graph"
+    writes_row = True
 
     def __init__(self, work: ExecutorContext, server: Server) -> None:
         super().__init__(work, server)
-        named = dict(work.model.named_parameters())
-        self._weights = [named[place.name] for place in server.layout.parameters]
-        self._slots = [
-            self.gradients[0, place.start : place.stop].view(place.shape)
-            for place in server.layout.parameters
-        ]
         self._keys = torch.zeros(len(self.noise.names), dtype=torch.int32, device=server.device)
         self._loss = torch.zeros((), dtype=torch.float64, device=server.device)
         self._recorder = GraphCapture(server.device)
@@ -59,10 +54,10 @@ class Graph(Serial):
     ) -> torch.Tensor:
         indices, replay = self._recorded[len(batch)]
         indices.copy_(batch)
-        if len(keys):
-            self._keys.copy_(keys)
+        if self.noise.names:
+            self._keys.copy_(keys[step])
         replay()
-        return self._loss
+        return self._loss.clone()
 
     def _record(self, size: int) -> tuple[torch.Tensor, Callable[[], None]]:
         work = self.work
@@ -78,12 +73,11 @@ class Graph(Serial):
             LossRule.check_value(loss)
             self.noise.end()
             made = torch.autograd.grad(loss, self._weights, allow_unused=True)
-            torch._foreach_copy_(
-                self._slots,
+            self._put_in_row(
                 [
                     torch.zeros_like(slot) if one is None else one
                     for slot, one in zip(self._slots, made, strict=True)
-                ],
+                ]
             )
             self._loss.copy_(loss.detach())
 

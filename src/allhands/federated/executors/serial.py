@@ -28,11 +28,14 @@ from allhands.step import LossRule, Precision
 class Serial(Executor):
     """Any model, any loss, any optimizer, on any device.
 
-    The model's weights are views into one row, and its gradients into another: a client costs one
-    copy, no allocation.
+    The model's weights are views into one row: a client costs one copy. Backward passes write new
+    gradients, which the optimizer reads where they are, or which are copied into one row at once
+    where something works on all of a gradient: adding to what lies there takes twice the time.
     """
 
     name = "serial"
+    #: Whether `_gradient` of a subclass leaves gradients in `gradients` by itself.
+    writes_row = False
 
     def __init__(self, work: ExecutorContext, server: Server) -> None:
         super().__init__(work, server)
@@ -45,11 +48,24 @@ class Serial(Executor):
         self.rule = LossRule(work.local.criterion)
         self.precision = Precision(work.local.precision, server.device)
         self._room: torch.Tensor | None = None
+        named = dict(work.model.named_parameters())
+        self._weights = [named[place.name] for place in layout.parameters]
+        self._slots = [
+            self.gradients[0, place.start : place.stop].view(place.shape)
+            for place in layout.parameters
+        ]
         optimizer = work.local.optimizer
+        # On a GPU each operation on a list of tensors costs more than those on one do.
+        self._in_row = (
+            server.device.type != "cpu"
+            or work.algorithm.corrects
+            or work.local.clip_norm is not None
+            or self.writes_row
+        )
         self.optimizer = (
             optimizer.make(layout, self.rows, self.gradients)
-            if optimizer.flat
-            else optimizer.over(dict(work.model.named_parameters()))
+            if optimizer.flat and self._in_row
+            else optimizer.over(named)
         )
 
     def train(self, jobs: Sequence[CohortMember], states: States, sink: Sink) -> None:
@@ -95,12 +111,12 @@ class Serial(Executor):
         keys = self.noise.keys(work.seed, server.round, job.client, len(batches)).to(
             server.device, non_blocking=True
         )
-        total = torch.zeros((), dtype=torch.float64, device=server.device)
+        losses = []
         start_loss = self._start_loss(indices, job) if work.algorithm.needs_start_loss else None
         if work.algorithm.needs_start_gradient:
             own[START_GRADIENT] = self._start_gradient(indices, job)
         for step, batch in enumerate(batches):
-            total.add_(self._gradient(job, step, batch, keys[step]), alpha=len(batch))
+            losses.append(self._gradient(job, step, batch, keys))
             if work.algorithm.corrects:
                 work.algorithm.correct(
                     self.gradients, self.rows[:, :numbers], start[..., :numbers], own
@@ -115,7 +131,7 @@ class Serial(Executor):
             start=start,
             samples=torch.tensor([float(len(indices))], dtype=torch.float64),
             steps=torch.tensor([float(len(batches))], dtype=torch.float64),
-            loss=(total / max(sum(map(len, batches)), 1)).reshape(1),
+            loss=_mean(losses, [len(batch) for batch in batches], server.device),
             start_loss=start_loss,
             own=own,
             integers=server.layout.read_integers(work.model)[None]
@@ -129,11 +145,22 @@ class Serial(Executor):
     def _gradient(
         self, job: CohortMember, step: int, batch: torch.Tensor, keys: torch.Tensor
     ) -> torch.Tensor:
-        """Leave the gradient of the mean loss of a batch (indices of samples) in `gradients`;
-        returns the loss."""
+        """Leave the gradient of the mean loss of a batch (indices of samples) in `gradients`, or,
+        where nothing needs them there, in the parameters' own.
+
+        Args:
+            job: the client.
+            step: of the client's.
+            batch: indices of samples.
+            keys: of all of the client's steps, shape ``[steps, layers]``.
+
+        Returns:
+            The loss, shape ``[]``, which later steps leave as it is.
+        """
         work = self.work
-        self.gradients.zero_()
-        self.noise.set(keys)
+        for weight in self._weights:
+            weight.grad = None
+        self.noise.set_step(keys, step)
         self.noise.begin()
         taken = work.samples.take(batch, work.seed, self.server.round, job.client, step)
         with self.precision.autocast():
@@ -145,7 +172,29 @@ class Serial(Executor):
             LossRule.check_value(loss)
         self.noise.end()
         loss.backward()
+        made = self._made()
+        if self._in_row:
+            self._put_in_row(made)
         return loss.detach()
+
+    def _made(self) -> list[torch.Tensor]:
+        """What a backward pass has left in the parameters, dense; zeros where it left nothing, so
+        that an optimizer treats all parameters alike."""
+        for weight in self._weights:
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            elif weight.grad.layout != torch.strided:
+                weight.grad = weight.grad.to_dense()
+        return [weight.grad for weight in self._weights if weight.grad is not None]
+
+    def _put_in_row(self, made: list[torch.Tensor]) -> None:
+        """Let the parameters' gradients lie in `gradients`, and be these."""
+        torch._foreach_copy_(self._slots, made)
+        self._bind_slots()
+
+    def _bind_slots(self) -> None:
+        for weight, slot in zip(self._weights, self._slots, strict=True):
+            weight.grad = slot
 
     def _start_loss(self, indices: torch.Tensor, job: CohortMember) -> torch.Tensor:
         """The mean loss of the model as it lies in the row over a client's data: float64, shape
@@ -162,6 +211,7 @@ class Serial(Executor):
         shape ``[1, trained]``."""
         model, local = self.work.model, self.work.local
         self.gradients.zero_()
+        self._bind_slots()
         with measuring(model):
             for batch in indices.split(local.batch_size or len(indices)):
                 (self._measured(batch, job) * (len(batch) / len(indices))).backward()
@@ -173,3 +223,14 @@ class Serial(Executor):
         with self.precision.autocast():
             output, target = work.local.forward(work.model, taken)
             return work.local.criterion(output, target)
+
+
+def _mean(losses: list[torch.Tensor], samples: list[int], device: torch.device) -> torch.Tensor:
+    """The mean of steps' losses, weighted by their samples: float64, shape ``[1]``."""
+    if not losses:
+        return torch.zeros(1, dtype=torch.float64, device=device)
+    values = torch.stack(losses).double()
+    if len(set(samples)) > 1:
+        shares = torch.tensor(samples, dtype=torch.float64) * (len(samples) / sum(samples))
+        values = values * shares.to(device, non_blocking=True)
+    return values.mean().reshape(1)

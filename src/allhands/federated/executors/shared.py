@@ -34,6 +34,7 @@ class Shared(Serial):
     """
 
     name = "shared"
+    writes_row = True
 
     def __init__(self, work: ExecutorContext, server: Server, team: Team) -> None:
         super().__init__(work, server)
@@ -75,6 +76,8 @@ class Shared(Serial):
     ) -> torch.Tensor:
         work, failed = self.work, None
         self.gradients.zero_()
+        for weight in self._weights:
+            weight.grad = None
         said = torch.zeros(2, dtype=torch.float64, device=self.server.device)
         try:
             # The whole batch is read, so that augmentation draws what it would draw on one device.
@@ -95,6 +98,7 @@ class Shared(Serial):
                     LossRule.check_value(loss)
                 loss = loss if self.rule.sums else loss * ((last - first) / len(batch))
                 loss.backward()
+                self._put_in_row(self._made())
                 said[0] = loss.detach()
         except Exception as error:  # the others wait for this rank's part
             failed = error
