@@ -130,9 +130,9 @@ class Federated(FederatedSettings, Strategy):
             )
         if settings.precision not in CLIENT_PRECISIONS:
             raise UserError(
-                f"precision={settings.precision!r} with distributed=Federated(…): fp16 needs its "
-                "losses scaled by a factor that follows one long training, and clients begin anew "
-                "in every round: write precision='bf16'"
+                f"precision={settings.precision!r} with distributed=Federated(…): clients train in "
+                "fp32, or by autocast to bf16, since fp16 needs its losses scaled by a factor that "
+                "follows one long training; write precision='bf16'"
             )
         if isinstance(settings.scheduler, tuple) and settings.scheduler[1] == "step":
             raise UserError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from allhands.errors import UserError
 from allhands.loop.compiling import check_compiled
 from allhands.loop.recomputing import check_recomputed
 from allhands.loop.settings import LoopSettings, check_meta
@@ -16,8 +17,30 @@ def check_trainable(settings: LoopSettings, workers: int) -> None:
     strategy.check_settings(settings)
     check_compiled(settings, workers)
     check_recomputed(settings)
+    _check_cast(settings, workers)
     check_meta(settings)
     own_memory(settings.model)
     if workers > 1 or settings.accumulate > 1:
         check_parameter_hooks(settings.model, workers)
     strategy.check_training(settings, workers)
+
+
+def _check_cast(settings: LoopSettings, workers: int) -> None:
+    if settings.precision != "bf16-true":
+        return
+    strategy = settings.strategy
+    if strategy.takes_meta:
+        instead = "FSDP(param_dtype='bf16')" if strategy.name == "fsdp" else "precision='bf16'"
+        raise UserError(
+            f"precision='bf16-true' casts the weights of a whole model, and strategy "
+            f"'{strategy.name}' keeps them in parts; write {instead}"
+        )
+    if strategy.compiled(workers) is None:
+        raise UserError(
+            f"precision='bf16-true' is not for strategy '{strategy.name}'; write precision='bf16'"
+        )
+    if settings.activation_checkpointing:
+        raise UserError(
+            "precision='bf16-true' casts weights for one call, and activation_checkpointing "
+            "computes layers again after it; write precision='bf16'"
+        )

@@ -6,12 +6,19 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import nn
 
 from allhands.checks import check_choice
 from allhands.comm import all_reduce_sum
+from allhands.step.cast_weights import cast_weights
 from allhands.world import World
 
-PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISIONS = {
+    "fp32": None,
+    "bf16": torch.bfloat16,
+    "bf16-true": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 
 _NOTHING = nullcontext()
@@ -21,7 +28,8 @@ class Precision:
     """Autocast to a number format, with loss scaling for fp16; weights stay in their own format.
 
     Args:
-        name: "fp32", "bf16" or "fp16".
+        name: "fp32", "bf16", "fp16", or "bf16-true", under which the model itself computes in
+            bf16 with weights that are cast (`cast_weights`), and the criterion under autocast.
         device: where the model is.
 
     Raises:
@@ -39,6 +47,13 @@ class Precision:
     def casts(self) -> bool:
         """Whether the forward pass runs under autocast."""
         return self._dtype is not None
+
+    def of_calls(self, model: nn.Module) -> AbstractContextManager[None]:
+        """A context in which calls of a model compute with weights that are cast, where the name
+        says so."""
+        if self.name != "bf16-true":
+            return _NOTHING
+        return cast_weights(model, torch.bfloat16)
 
     def autocast(self) -> AbstractContextManager[None]:
         """The context in which the model and the criterion are called."""
