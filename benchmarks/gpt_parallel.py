@@ -50,7 +50,8 @@ def cards_ready(device: torch.device) -> None:
     """Wait for this card, and for the others."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    torch.distributed.barrier()
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
 
 
 class Clock(Callback):

@@ -11,7 +11,7 @@ from torch import nn
 from allhands import SupervisedRunner
 from allhands.planning import real_steps
 from allhands.planning.dry_step import Workload
-from allhands.planning.real_steps import correction_of
+from allhands.planning.real_steps import correction_of, launch_of
 from allhands.planning.step_correction import ALONE, StepCorrection
 
 
@@ -71,3 +71,9 @@ def test_a_correction_by_phase() -> None:
     assert correction("backward", 1.0) == 2.5
     assert correction("update", 1.0) == 1.25
     assert ALONE("forward", 1.0) == 1.0
+
+
+def test_the_host_hands_over_an_operation_in_microseconds() -> None:
+    found = launch_of(workload(nn.Linear(8, 4)), torch.device("cpu"))
+    assert found is not None
+    assert 1e-7 < found < 1e-2

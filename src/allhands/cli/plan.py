@@ -188,7 +188,12 @@ def _times(card: str, measure: bool, profile: Path | None) -> OperationTimes:
     import torch
 
     from allhands.planning.machines import card_named
-    from allhands.planning.operation_times import OperationTimes, read_correction, read_times
+    from allhands.planning.operation_times import (
+        OperationTimes,
+        read_correction,
+        read_launch,
+        read_times,
+    )
     from allhands.planning.step_correction import ALONE
 
     device = None
@@ -197,7 +202,10 @@ def _times(card: str, measure: bool, profile: Path | None) -> OperationTimes:
     there = profile is not None and (profile.exists() or not measure)
     known = read_times(profile) if there and profile is not None else {}
     correction = read_correction(profile) if there and profile is not None else ALONE
-    return OperationTimes(card_named(card), known, device, correction)
+    times = OperationTimes(card_named(card), known, device, correction)
+    if there and profile is not None:
+        times.launch = read_launch(profile)
+    return times
 
 
 def _measured(profile: Path | None) -> MeasuredLinks | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,13 @@ import torch
 
 from allhands.compat import pytree
 from allhands.errors import UserError
+from allhands.planning.gpu_times import (
+    Call,
+    call_on_gpu,
+    largest_number,
+    seconds_on_gpu,
+    workspace_of,
+)
 from allhands.planning.machines import Card
 from allhands.planning.operation import Form, Operation
 from allhands.planning.step_correction import ALONE, StepCorrection
@@ -33,6 +39,9 @@ class OperationTimes:
 
     Attributes:
         known: also what was measured since.
+        launch: seconds in which the host hands over one operation; None where that was not
+            measured.
+        workspaces: bytes that they take while they are computed, of those measured on a GPU.
         by_peaks: how many operations had no measured time.
     """
 
@@ -45,6 +54,8 @@ class OperationTimes:
     ) -> None:
         self.card, self.device = card, device
         self.known = dict(known or {})
+        self.launch: float | None = None
+        self.workspaces: dict[str, int] = {}
         self.by_peaks = 0
         self.correction = correction
         self._impossible: set[str] = set()
@@ -52,11 +63,11 @@ class OperationTimes:
     def __call__(self, operation: Operation) -> float:
         key = operation.key
         if key not in self.known and self.device is not None and key not in self._impossible:
-            seconds = measured(operation, self.device)
-            if seconds is None:
+            found = measured(operation, self.device)
+            if found is None:
                 self._impossible.add(key)
             else:
-                self.known[key] = seconds
+                self.known[key], self.workspaces[key] = found
         if key in self.known:
             return self.known[key]
         self.by_peaks += 1
@@ -67,35 +78,54 @@ class OperationTimes:
         return self.correction(phase, self(operation))
 
 
-def measured(operation: Operation, device: torch.device) -> float | None:
-    """Seconds of an operation on a device, the median of a few; None where it cannot be run."""
+def measured(operation: Operation, device: torch.device) -> tuple[float, int] | None:
+    """Seconds of an operation on a device, the median of a few, and bytes that it takes meanwhile
+    beside what it gives, of which only a GPU tells; None where it cannot be run."""
     try:
-        args, kwargs = pytree.tree_map(lambda one: _made(one, device), operation.call)
-        call = lambda: operation.function(*args, **kwargs)  # noqa: E731
-        times = [_timed(call, device)]
+        args, kwargs = _arguments_of(operation, device)
+        call: Call = lambda: operation.function(*args, **kwargs)  # noqa: E731
+        if device.type == "cuda":
+            other = call_on_gpu(operation.name, args, kwargs)
+            # A backward pass runs on a thread of its own, which is not captured here.
+            seconds = seconds_on_gpu(other or call, device, captured=other is None)
+            return seconds, workspace_of(other or call, device)
+        times = [_timed(call)]
         turns = _WARM + _TURNS if times[0] < _LONG_S else 0
-        times += [_timed(call, device) for _ in range(turns)]
+        times += [_timed(call) for _ in range(turns)]
     except (RuntimeError, TypeError, NotImplementedError):  # no memory for it, or no such kernel
         return None
-    return statistics.median(times[_WARM:] or times)
+    return statistics.median(times[_WARM:] or times), 0
 
 
-def _made(value: Any, device: torch.device) -> Any:
+def _arguments_of(operation: Operation, device: torch.device) -> Any:
+    leaves = pytree.tree_leaves(operation.call)
+    shapes = [one.shape for one in leaves if isinstance(one, Form)]
+    bound = largest_number(operation.name, shapes, operation.call[0])
+    return pytree.tree_map(lambda one: _made(one, device, bound), operation.call)
+
+
+def _made(value: Any, device: torch.device, bound: int) -> Any:
     if isinstance(value, torch.device):
         return device
     if not isinstance(value, Form):
         return value
-    tensor = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
-    return tensor.zero_()
+    # Of an expanded tensor each number is made once.
+    shape = [
+        1 if stride == 0 else size for size, stride in zip(value.shape, value.stride, strict=True)
+    ]
+    tensor = torch.empty_strided(shape, value.stride, dtype=value.dtype, device=device)
+    if value.dtype.is_floating_point:
+        tensor.normal_()  # products of zeros take less power, and so less time
+    elif bound > 1:
+        tensor.random_(bound)
+    else:
+        tensor.zero_()
+    return tensor.expand(value.shape)
 
 
-def _timed(call: Callable[[], Any], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _timed(call: Call) -> float:
     began = time.perf_counter()
     call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
     return time.perf_counter() - began
 
 
@@ -127,12 +157,21 @@ def read_correction(path: Path) -> StepCorrection:
     return StepCorrection(**{str(key): float(value) for key, value in found.items()})
 
 
+def read_launch(path: Path) -> float | None:
+    """What `write_times` has written of the host; None where it has nothing."""
+    found = json.loads(path.read_text(encoding="utf-8")).get("launch")
+    return None if found is None else float(found)
+
+
 def write_times(path: Path, times: OperationTimes) -> None:
     """Write down what was measured, for machines without the card, beside links that are there."""
     device = times.device
     name = torch.cuda.get_device_name(device) if device and device.type == "cuda" else str(device)
     found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     found |= {"device": name, "torch": torch.__version__, "operations": times.known}
+    if times.launch is not None:
+        found["launch"] = times.launch
+    found["workspaces"] = {key: size for key, size in times.workspaces.items() if size}
     found["correction"] = vars(times.correction)
     text = json.dumps(found, indent=1)
     path.write_text(text + "\n", encoding="utf-8")

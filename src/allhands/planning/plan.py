@@ -22,7 +22,7 @@ from allhands.planning.machines import CPU, Card, Links, bytes_of, card_named, l
 from allhands.planning.measured_links import MeasuredLinks
 from allhands.planning.operation_times import OperationTimes
 from allhands.planning.plan_text import text_of
-from allhands.planning.real_steps import correction_of
+from allhands.planning.real_steps import correction_of, launch_of
 from allhands.planning.scaling import SIZES, ScalingPlan, scaling
 from allhands.planning.step_recorder import GroupRanks
 from allhands.planning.timing import (
@@ -206,6 +206,8 @@ def plan(
                 "machine like those of the training; from Python, "
                 "times=OperationTimes(card_named('cpu'), device=torch.device('cpu'))"
             )
+    elif times.device is not None and times.device.type == "cuda":
+        times.launch = launch_of(workload, times.device)
 
     def look(one: Candidate, number: int = gpus, take: Taken = taken) -> list[Prediction]:
         found = [_predict(workload, one, number, per_host, times, links, limit, take)]
@@ -301,7 +303,8 @@ def _gpu_time(
     places: Sequence[Places],
     strategy: Any,
 ) -> StepTime:
-    launch = CAPTURED_S if steps[0].captured else EAGER_S
+    eager = EAGER_S if times.launch is None else times.launch
+    launch = CAPTURED_S if steps[0].captured else eager
     if len(steps) == 1:
         return step_time(steps[0], times, links, places[0], launch)
     waits = _bubble(strategy, steps[0].workers)

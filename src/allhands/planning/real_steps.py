@@ -22,6 +22,9 @@ _WARM, _TURNS = 3, 15
 # A part of the batch that is tried too, as micro-batches of a pipeline are parts of it.
 _PART = 4
 _SPREAD = 0.02
+# Samples of steps that give a GPU little to do; BatchNorm wants more than one.
+_FEW = 2
+_CPU = torch.device("cpu")
 
 
 def correction_of(workload: Workload, seconds_of: Callable[[Operation], float]) -> StepCorrection:
@@ -33,7 +36,7 @@ def correction_of(workload: Workload, seconds_of: Callable[[Operation], float]) 
     """
     whole = workload.samples
     part = max(1, whole // _PART)
-    few = replace(workload, batch=map_tensors(workload.batch, lambda one: one[:part]), samples=part)
+    few = _part_of(workload, part)
     found = []
     for one in (workload, few):
         passes, update = _real(one)
@@ -53,10 +56,36 @@ def correction_of(workload: Workload, seconds_of: Callable[[Operation], float]) 
     return StepCorrection(factor, overhead, max(0.0, update - alone[True]) / max(1, counts[True]))
 
 
-def _real(workload: Workload) -> tuple[float, float]:
-    """Seconds of the passes and of the update of a step, the medians of a few."""
-    world = World(0, 0, 0, 1, 1, torch.device("cpu"), "none", "plan")
-    model, optimizer = copies(workload, _random)
+def launch_of(workload: Workload, device: torch.device) -> float | None:
+    """Seconds in which this host hands one operation to a GPU, the mean over real steps of one
+    process with few samples, which give the GPU little to do.
+
+    Args:
+        workload: what is trained.
+        device: the GPU.
+
+    Returns:
+        None where the GPU has no room for the model.
+    """
+    few = _part_of(workload, min(_FEW, workload.samples))
+    try:
+        passes, update = _real(few, device)
+    except torch.OutOfMemoryError:
+        return None
+    count = sum(isinstance(event, Operation) for _, event in dry_step(few, Single(), 1).events)
+    return (passes + update) / max(1, count)
+
+
+def _part_of(workload: Workload, samples: int) -> Workload:
+    batch = map_tensors(workload.batch, lambda one: one[:samples])
+    return replace(workload, batch=batch, samples=samples)
+
+
+def _real(workload: Workload, device: torch.device = _CPU) -> tuple[float, float]:
+    """Seconds of the passes and of the update of a step, the medians of a few; on a GPU those in
+    which they are asked for."""
+    world = World(0, 0, 0, 1, 1, device, "none", "plan")
+    model, optimizer = copies(workload, lambda tensor: _random(tensor, device))
     group, objective = bound(workload, Single(), world, model, optimizer)
     marks: list[float] = []
     group.optimizer.register_step_pre_hook(lambda *_: marks.append(time.perf_counter()))
@@ -65,9 +94,12 @@ def _real(workload: Workload) -> tuple[float, float]:
     take = group.step_for(objective)
     take.before_first_update = None
     parts = workload.accumulate
-    batches, counts = [workload.batch] * parts, [workload.samples] * parts
+    batch = map_tensors(workload.batch, lambda one: one.to(device))
+    batches, counts = [batch] * parts, [workload.samples] * parts
     passes, updates = [], []
     for _ in range(_WARM + _TURNS):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         began = time.perf_counter()
         take(batches, counts, sum(counts), False)
         passes.append(marks[-1] - began)
@@ -75,10 +107,10 @@ def _real(workload: Workload) -> tuple[float, float]:
     return statistics.median(passes[_WARM:]), statistics.median(updates[_WARM:])
 
 
-def _random(tensor: torch.Tensor) -> torch.Tensor:
+def _random(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """What a model on the meta device may train from."""
     if tensor.device.type != "meta":
-        return tensor.detach().cpu().clone()
+        return tensor.detach().to(device, copy=True)
     if not tensor.is_floating_point():
-        return torch.zeros(tensor.shape, dtype=tensor.dtype)
-    return torch.randn(tensor.shape, dtype=tensor.dtype) * _SPREAD
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+    return torch.randn(tensor.shape, dtype=tensor.dtype, device=device) * _SPREAD
