@@ -5,11 +5,11 @@
     python benchmarks/planning_card.py --measure --device cpu --quick   # that it works
 
 `--measure` trains ResNet-50 (images of 224 x 224, SGD with momentum) and three GPTs (1,024 tokens,
-fused AdamW) in bf16, with and without activation checkpointing: in one process, and with several
-workers on the one card, each with a name of a host of its own, as nccl wants it. After each
-training its figures are written down. Then operations are timed on the card, and collectives
-between the workers. The comparison plans the same trainings by these. Several workers on one card
-compute in turns, so that their times are no times of several cards; their memory is.
+fused AdamW) in bf16, with and without activation checkpointing: in one process, whose steps are
+captured and are not, and with several workers on the one card, each with a name of a host of its
+own, as nccl wants it. After each training its figures are written down. `--profile` times
+operations on the card. The comparison plans the same trainings by these. Several workers on one
+card compute in turns, so that their times are no times of several cards; their memory is.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from torch.utils.data import TensorDataset
 import allhands
 from allhands import FSDP, Pipeline, Single, SupervisedRunner, Tensor
 from allhands.data.feed import GATHER_BYTES
-from allhands.doctor.collective_times import collective_times
 from allhands.launch import spawn, worker
 from allhands.models.transformer import GPT, NextToken
 from allhands.planning.candidates import Candidate
@@ -67,6 +66,7 @@ def strategy_of(model: str, name: str) -> Strategy:
         return Tensor(plan={"fc": "vocab"})
     made: dict[str, Strategy] = {
         "single": Single(),
+        "single eager": Single(),
         "fsdp": FSDP(),
         "tensor": Tensor(),
         "pipeline": Pipeline(),
@@ -77,7 +77,12 @@ def strategy_of(model: str, name: str) -> Strategy:
 def cases_of(workers: int) -> list[Case]:
     """Those of a number of workers, those that tell most first."""
     if workers == 1:
-        return [(model, "single", again) for again in (False, True) for model in MODELS]
+        return [
+            (model, kind, again)
+            for kind in ("single", "single eager")
+            for again in (False, True)
+            for model in MODELS
+        ]
     kinds = ("fsdp", "tensor", "pipeline")
     order = ("GPT-350M", "ResNet-50", "GPT-124M", "GPT-1.1B")
     return [
@@ -155,6 +160,7 @@ def train(case: Case, world: allhands.World, quick: bool) -> dict[str, Any]:
             callbacks=[clock],
             precision="bf16",
             activation_checkpointing=again,
+            step="auto" if kind == "single" else "eager",
             datasets={"batch_size": len(batch[0]), "train": data},
         )
     found = clock.found()
@@ -181,15 +187,10 @@ def own_host() -> None:
 
 
 def work(cases: Sequence[Case], device: str, quick: bool, ends: float) -> None:
-    """In a worker: all trainings, of which rank 0 sends the figures, and collectives' times."""
+    """In a worker: all trainings, of which rank 0 sends the figures."""
     if device == "cuda":
         own_host()
     world = allhands.init(device=device, timeout=60.0)
-    if not world.is_alone:
-        free = torch.cuda.mem_get_info()[0] if device == "cuda" else 0
-        links = collective_times(world)
-        if world.is_main:
-            worker.send({"links": links, "free": free})
     for case in cases:
         late = torch.tensor(float(time.time() > ends), device=world.device)
         if not world.is_alone:
@@ -234,20 +235,19 @@ def measure(given: argparse.Namespace) -> None:
     result |= {"machine": machine(), "quick": given.quick}
     result.setdefault("cases", {})
     began = time.time()
+    if given.device == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        result["used before"] = (total - free) / GIB
     for count in given.workers:
         cases = [case for case in cases_of(count) if wanted(words_of(case, count), given.only)]
         left = list(cases)
 
         def hear(rank: int, message: dict[str, Any], count: int = count, left: Any = left) -> None:
-            if "links" in message:
-                result.setdefault("links", {})[str(count)] = message["links"]
-                result.setdefault("free", {})[str(count)] = message["free"]
-            else:
-                case = tuple(message["case"])
-                left.remove(case)
-                name = words_of(case, count)
-                result["cases"][name] = message["found"]
-                print(f"{time.time() - began:6.1f} s  {name}: {message['found']}", flush=True)
+            case = tuple(message["case"])
+            left.remove(case)
+            name = words_of(case, count)
+            result["cases"][name] = message["found"]
+            print(f"{time.time() - began:6.1f} s  {name}: {message['found']}", flush=True)
             save_json(given.out, result, quiet=True)
 
         while left and time.time() < began + given.seconds:
@@ -285,7 +285,7 @@ def predicted(case: Case, workers: int, quick: bool, times: OperationTimes | Non
         per_host=1,
         card="h200",
         precision="bf16",
-        strategies=[Candidate(strategy, {"name": kind}, again)],
+        strategies=[Candidate(strategy, {"name": strategy.name}, again)],
         times=times,
     ).rows[0]
 
@@ -299,7 +299,7 @@ def profile(given: argparse.Namespace) -> None:
     for count in given.workers:
         for case in cases_of(count):
             name = words_of(case, count)
-            if not wanted(name, given.only):
+            if case[1] == "single eager" or not wanted(name, given.only):
                 continue
             began = time.time()
             try:
@@ -325,12 +325,14 @@ def compare(given: argparse.Namespace) -> None:
             if shown is None or "failed" in shown or not wanted(name, given.only):
                 continue
             times = OperationTimes(card_named("h200"), known)
-            rows[name] = row_of(predicted(case, count, result["quick"], times), shown, count)
+            rows[name] = row_of(
+                predicted(case, count, result["quick"], times), shown, case[1] == "single"
+            )
             print(f"{name:40s}", *(f"{key} {one}" for key, one in rows[name].items()), sep="  ")
     save_json(given.out, result | {"compared": rows})
 
 
-def row_of(found: Prediction, shown: dict[str, Any], workers: int) -> dict[str, Any]:
+def row_of(found: Prediction, shown: dict[str, Any], timed: bool) -> dict[str, Any]:
     if found.seconds is None:
         return {"refused": found.refused}
     memory = (found.peak - found.memory[OUTSIDE]) / GIB + shown["data"]
@@ -339,7 +341,7 @@ def row_of(found: Prediction, shown: dict[str, Any], workers: int) -> dict[str, 
         row["measured gib"] = shown["gib with making"]
         row["memory"] = round(memory / shown["gib with making"], 4)
     row["measured ms"] = round(shown["ms"], 2)
-    if workers == 1:
+    if timed:
         row["predicted ms"] = round(1e3 * found.seconds.total, 2)
         row["time"] = round(1e3 * found.seconds.total / shown["ms"], 4)
     return row
