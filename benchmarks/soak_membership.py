@@ -23,6 +23,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import statistics
 import subprocess
@@ -44,7 +45,7 @@ if ctypes.CDLL(None).unshare(0x04000000) == 0:
 """
 
 SCRIPT = """
-import json, os, sys, time
+import faulthandler, json, os, signal, sys, time
 from pathlib import Path
 import torch
 import torch.nn.functional as F
@@ -78,6 +79,7 @@ def loss_of(batch):
     inputs, targets = batch
     return F.cross_entropy(loop.model(inputs), targets)
 
+faulthandler.register(signal.SIGUSR2, all_threads=True)
 trains = Path(f"trains-{os.getpid()}")
 for epoch in loop.epochs(epochs):
     for batch in epoch.train:
@@ -144,16 +146,20 @@ def disturb(
     leaves: int,
     seconds: float,
     least: int,
+    limit: float,
 ) -> dict[str, int]:
-    """Let workers die, so many times, where there are at least so many; how often, by kind. Then
-    let the job come to its end. It is ended where nobody takes a step for so many `seconds`."""
+    """Let workers die, so many times, where there are at least so many; how often, by kind. Then,
+    and after `limit` seconds, let the job come to its end. It is ended where nobody takes a step
+    for so many `seconds`."""
     began = time.time()
     done = {"SIGKILL": 0, "SIGSTOP": 0, "SIGTERM": 0}
     gone: set[int] = set()
     while job.poll() is None:
-        if sum(done.values()) >= events:
+        if sum(done.values()) >= events or time.time() > began + limit:
+            events = sum(done.values())
             (folder / "done").touch()
         if time.time() > max(began, last_step(folder)) + seconds:
+            say_where(folder)
             job.terminate()
             job.wait()
             break
@@ -173,6 +179,18 @@ def disturb(
     return done
 
 
+def say_where(folder: Path) -> None:
+    """Let the workers that live write where their threads are; and say in what the kernel has
+    them."""
+    for pid in training(folder):
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGUSR2)
+            for task in sorted(Path(f"/proc/{pid}/task").iterdir()):
+                words = [(task / name).read_text().strip() for name in ("comm", "wchan", "syscall")]
+                print(pid, task.name, *words, file=sys.stderr)
+    time.sleep(3.0)
+
+
 def difference(one: Path, other: Path) -> float:
     """The largest difference of the weights in two folders, over their size."""
     mine, theirs = torch.load(one / "final.pt"), torch.load(other / "final.pt")
@@ -188,6 +206,8 @@ def soak(
     seconds: float,
     every: int,
     shards: int,
+    limit: float,
+    keep: str | None,
 ) -> dict[str, Any]:
     """One job; what has happened, with "wrong": what should not have."""
     draw, batch, pause = random.Random(seed), 8, 0.25
@@ -214,7 +234,9 @@ def soak(
                 stderr=subprocess.STDOUT,
             )
             leaves, least = (0, workers) if shards else (workers - 2, 2)
-            done = disturb(job, together, draw, events, gap, leaves, seconds, least)
+            done = disturb(job, together, draw, events, gap, leaves, seconds, least, limit)
+        if keep:
+            shutil.copytree(together, keep, dirs_exist_ok=True)
         said = (together / "log").read_text(errors="replace")
         waits = [
             float(line.rpartition("(")[2].removesuffix(" s)"))
@@ -276,6 +298,8 @@ def main() -> None:
     )
     parser.add_argument("--every", type=int, default=0, help="steps between exchanges (local_sgd)")
     parser.add_argument("--shards", type=int, default=0, help="of each of two copies (a mesh)")
+    parser.add_argument("--limit", type=float, default=7200.0, help="seconds, no events after them")
+    parser.add_argument("--keep", help="a folder for what the job has written")
     parser.add_argument("--save", help="name of a file of results")
     given = parser.parse_args()
     workers = given.workers or 2 * given.shards or 3
@@ -288,6 +312,8 @@ def main() -> None:
         given.seconds,
         given.every,
         given.shards,
+        given.limit,
+        given.keep,
     )
     print(json.dumps(found, indent=1))
     if given.save:

@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Thread
 from typing import Any
 
 # Name here: module, and name there.
@@ -91,14 +92,17 @@ def gradient_hooks(parameter: Any) -> list[Any]:
     return [hook for hooks in kinds for hook in (hooks or {}).values()]
 
 
-def abort_group() -> None:
-    """End what waits in the default process group, of nccl; PyTorch has no public way for this.
+def abort_groups() -> None:
+    """End what waits in the process groups of nccl; PyTorch has no public way for this.
 
-    With gloo it does nothing (tried with 2.13).
+    All are aborted at once: taking one down may wait for what another has on the GPU. Groups of
+    gloo have nothing that could be aborted (tried with 2.13).
     """
-    from torch.distributed import distributed_c10d
-
-    distributed_c10d._get_default_group().abort()
+    threads = [Thread(target=group.abort, daemon=True) for group in _groups_of_nccl()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def forget_groups() -> None:
@@ -109,7 +113,7 @@ def forget_groups() -> None:
     """
     from torch.distributed import distributed_c10d
 
-    _aborted.append(distributed_c10d._get_default_group())
+    _aborted.extend(_groups_of_nccl())
     distributed_c10d._update_default_pg(None)
     world = distributed_c10d._world
     for table in (
@@ -124,6 +128,18 @@ def forget_groups() -> None:
         table.clear()
     distributed_c10d._unregister_all_process_groups()
     world.group_count = 0
+
+
+def connect_group(group: Any, device: Any) -> None:
+    """Make the connections of a process group of nccl, which its first operation would make."""
+    group._get_backend(device).eager_connect_single_device(device)
+
+
+def _groups_of_nccl() -> list[Any]:
+    from torch.distributed import distributed_c10d
+
+    groups = list(distributed_c10d._world.pg_map.items())
+    return [group for group, (backend, _) in groups if "nccl" in str(backend)]
 
 
 _aborted: list[Any] = []

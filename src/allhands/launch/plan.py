@@ -19,8 +19,16 @@ SERVER = "allhands.kvstore.parameter_server"
 ON_WORKER_FAILURE = "ALLHANDS_ON_WORKER_FAILURE"
 WORKER_RESTART = "ALLHANDS_WORKER_RESTART"
 SERVER_RESTART = "ALLHANDS_SERVER_RESTART"
-# By default a process whose peer is gone is ended by a thread of PyTorch's.
-_ELASTIC_DEFAULTS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+# By default a thread of PyTorch's ends a process whose peer is gone, tells all others through the
+# store to end too, and before that keeps the process from calling collectives for a minute.
+_ELASTIC_DEFAULTS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    # Connections are made with the group, and not when an operation first needs them.
+    "NCCL_RUNTIME_CONNECT": "0",
+}
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,15 @@ gone."""
 
 from __future__ import annotations
 
+import faulthandler
+import sys
+from typing import NoReturn
+
 from allhands.errors import WorldError
 from allhands.launch import worker
 from allhands.loop import admission
 from allhands.loop.admission import Terms
+from allhands.world.failure_monitor import leave, print_error
 from allhands.world.regroup import Regrouping, began_with
 
 # What PyTorch's errors say where a connection has ended, or a group was aborted.
@@ -41,7 +46,7 @@ def regrouping_of(own: Terms) -> Regrouping | None:
     if not in_elastic_job():
         return None
     if _regrouping is None:
-        _regrouping = Regrouping(worker.fail)
+        _regrouping = Regrouping(_drop_out)
         if _regrouping.outside:
             admission.check(_regrouping, own)
             _join(_regrouping)
@@ -65,6 +70,13 @@ def _join(regrouping: Regrouping) -> None:
         else:
             regrouping.joined = True
             return
+
+
+def _drop_out(why: str) -> NoReturn:
+    """End this process from a thread, as a worker that is lost to the others."""
+    print_error(f"allhands: {why}; this process ends. Its threads are here:")
+    faulthandler.dump_traceback(sys.__stderr__ or 2)
+    leave()
 
 
 def is_loss(error: BaseException, regrouping: Regrouping) -> bool:

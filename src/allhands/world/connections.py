@@ -22,32 +22,56 @@ CONNECT_S = 30.0
 _noted: list[tuple[int, tuple[int, int]]] = []
 
 
+def is_elastic() -> bool:
+    """Whether this process is a worker of a job whose members may change."""
+    return bool(os.environ.get(ELASTIC))
+
+
 @contextlib.contextmanager
 def noted() -> Iterator[None]:
     """Within, in a worker of an elastic job, gloo opens the connections that `end_all` ends."""
-    before = _connections() if os.environ.get(ELASTIC) else None
+    before = present() if is_elastic() else None
     try:
         yield
     finally:
         if before is not None:
-            store = int(os.environ.get("MASTER_PORT") or 0)
-            new = _connections().items() - before.items()
-            _noted.extend((fd, same) for fd, same in new if _remote_port(fd) not in (store, None))
+            new = present().items() - before.items()
+            _noted.extend(
+                (fd, same) for fd, same in new if _remote_port(fd) not in (_store(), None)
+            )
 
 
 def end_all() -> None:
     """End the connections that were noted: whoever waits for something on one gets an error, here
     and on the other side."""
     ended, _noted[:] = list(_noted), []
-    now = _connections()
+    now = present()
     for fd, same in ended:
         if now.get(fd) == same:
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
-                connection.shutdown(socket.SHUT_RDWR)
+            _shut_down(fd)
 
 
-def _connections() -> dict[int, tuple[int, int]]:
-    """The sockets of this process."""
+def end_since(before: dict[int, tuple[int, int]]) -> None:
+    """End the TCP connections, but those to the store, that were opened after `present` gave
+    `before`, and what listens for more."""
+    for fd, _ in present().items() - before.items():
+        if _remote_port(fd) != _store():
+            _shut_down(fd, socket.AF_INET, socket.AF_INET6)
+
+
+def _shut_down(fd: int, *families: int) -> None:
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+        if not families or connection.family in families:
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+def _store() -> int:
+    """The port of the workers' store."""
+    return int(os.environ.get("MASTER_PORT") or 0)
+
+
+def present() -> dict[int, tuple[int, int]]:
+    """The sockets of this process: of each descriptor, what tells it from a later one."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

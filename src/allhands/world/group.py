@@ -15,8 +15,14 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from allhands.errors import AllhandsError, WorldError
-from allhands.world import cpu_share, failure_detector, interface, mpilib
-from allhands.world.connections import noted
+from allhands.world import (
+    connections,
+    cpu_share,
+    failure_detector,
+    interface,
+    mpilib,
+    nccl_connections,
+)
 from allhands.world.cores import own_mask
 from allhands.world.detection import find_environment
 from allhands.world.devices import choose_backend, only_gpu_name, pick_device, visible_gpus
@@ -85,6 +91,7 @@ class _State:
     # Of a world whose members may change.
     member: Member | None = None
     place: str = ""
+    is_aborted: Callable[[], bool] = lambda: False
 
 
 _state: _State | None = None
@@ -317,20 +324,34 @@ def meet_all(
 
 
 def make_group(
-    store: Any, backend: str, device: torch.device, layout: Layout, timeout: float
+    store: Any,
+    backend: str,
+    device: torch.device,
+    layout: Layout,
+    timeout: float,
+    superseded: Callable[[], bool] = lambda: False,
 ) -> None:
+    """Make the default process group, within `timeout` seconds; in an elastic job nccl heeds
+    `superseded`, which tells that it is not to be made any more.
+
+    Raises:
+        WorldError: the ranks could not be connected. There may be a default group nevertheless.
+    """
     import torch.distributed as dist
 
+    may_end = backend == "nccl" and connections.is_elastic()
     extra: dict[str, Any] = {}
     if backend != "mpi":  # which knows the ranks itself
         extra = {"store": store, "rank": layout.rank, "world_size": layout.world_size}
-    if backend == "nccl":
+    if backend == "nccl" and not may_end:
         extra["device_id"] = device
     try:
-        with noted() if backend == "gloo" else nullcontext():
+        with connections.noted() if backend == "gloo" else nullcontext():
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **extra)
         if backend == "gloo":  # none leaves while another one still connects
             dist.barrier()
+        if may_end:
+            nccl_connections.connect(dist.group.WORLD, device, timeout, superseded)
     except RuntimeError as error:
         if isinstance(error, AllhandsError):
             raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
-from allhands.compat import abort_group, forget_groups, set_group_timeout
+from allhands.compat import abort_groups, forget_groups, set_group_timeout
 from allhands.errors import WorldError
 from allhands.world import connections, group, interface
 from allhands.world.connections import CONNECT_S, ELASTIC
@@ -30,8 +31,8 @@ from allhands.world.request import DEFAULT_TIMEOUT
 KEY = "elastic/membership"
 STOP_KEY = "elastic/stop"
 TERMS_KEY = "elastic/terms"
-# Seconds for aborting a group.
-_ABORT_S = 60.0
+# Seconds for aborting a group, and for an operation that was aborted to end.
+_ABORT_S = 30.0
 _LOOK_EVERY = 0.05
 
 
@@ -77,6 +78,10 @@ class Regrouping:
         #: The group was aborted: what it has given since is not to be used.
         self.aborted, self._lock = False, threading.Lock()
         self._watched = threading.Event()
+        self._trains_in = threading.get_ident()
+        state = group.state()
+        assert state is not None
+        state.is_aborted = lambda: self.aborted
 
     def changed(self) -> bool:
         """Whether there is a newer membership."""
@@ -154,6 +159,7 @@ class Regrouping:
         self.epoch = membership.epoch
         rank = membership.members.index(self._own)
         self.leave()
+        self.aborted = False
         world = _regroup(membership.epoch, rank, len(membership.members), self.changed)
         self.outside = False
         self.watch()
@@ -197,7 +203,7 @@ class Regrouping:
             limit = self._limit()
             connections.end_all()
             if self._is_nccl:
-                abort_group()
+                abort_groups()
             limit.cancel()
 
     def _limit(self) -> threading.Timer:
@@ -213,22 +219,53 @@ class Regrouping:
             while not stopped.wait(_LOOK_EVERY):
                 if not store.check([f"{KEY}/{epoch + 1}"]):
                     continue
-                if json.loads(store.get(f"{KEY}/{epoch + 1}"))["lost"]:
+                lost = json.loads(store.get(f"{KEY}/{epoch + 1}"))["lost"]
+                if lost or store.check([f"{KEY}/{epoch + 2}"]):
                     if not stopped.is_set():
                         self._abort()
-                    return
-                if store.check([f"{KEY}/{epoch + 2}"]):
-                    if not stopped.is_set():
-                        self._abort()
+                        self._end_where_stuck(stopped)
                     return
         except (RuntimeError, ValueError):  # the store is gone, and the launcher with it
             return
+
+    def _end_where_stuck(self, left: threading.Event) -> None:
+        """End this process where the training waits on in an operation of the group that was
+        aborted: nccl may do so for ever."""
+        if not self._is_nccl:
+            return
+        since, place = time.monotonic(), _place_of(self._trains_in)
+        while not left.wait(1.0):
+            now = _place_of(self._trains_in)
+            if now != place or not _is_in_operation(self._trains_in):
+                since, place = time.monotonic(), now
+            elif time.monotonic() - since > _ABORT_S:
+                self._on_stuck(
+                    f"an operation did not end within {_ABORT_S:.0f} s after its process group was "
+                    "aborted, as a worker is lost"
+                )
 
 
 def began_with() -> int | None:
     """With how many workers the elastic job began that this process is a worker of; None where it
     is of no elastic job."""
     return int(os.environ.get(ELASTIC) or 0) or None
+
+
+def _place_of(thread: int) -> list[tuple[int, int]]:
+    """Where a thread of this process is: its frames, and the instruction in each."""
+    frame, found = sys._current_frames().get(thread), []
+    while frame is not None:
+        found.append((id(frame), frame.f_lasti))
+        frame = frame.f_back
+    return found
+
+
+def _is_in_operation(thread: int) -> bool:
+    """Whether a thread is in PyTorch or this package, and not in the user's own code."""
+    frame = sys._current_frames().get(thread)
+    return frame is not None and frame.f_globals.get("__name__", "").startswith(
+        ("torch.", "allhands.")
+    )
 
 
 def _is_nccl() -> bool:
@@ -248,9 +285,14 @@ def _regroup(epoch: int, rank: int, size: int, superseded: Callable[[], bool]) -
     state = group.state()
     assert state is not None
     assert state.member is not None
-    from torch.distributed import PrefixStore
+    import torch.distributed as dist
 
-    store = PrefixStore(f"membership{epoch}", state.store)
+    own = state.store
+    if state.world.backend == "nccl":
+        # A thread may wait here for a rank that is gone, and with it all that use the connection.
+        own = own.clone()
+        own.set_timeout(timedelta(seconds=CONNECT_S))
+    store = dist.PrefixStore(f"membership{epoch}", own)
     member = replace(state.member, rank=rank, world_size=size)
     seconds = state.request.timeout or DEFAULT_TIMEOUT.total_seconds()
     deadline = time.monotonic() + seconds
@@ -261,9 +303,14 @@ def _regroup(epoch: int, rank: int, size: int, superseded: Callable[[], bool]) -
     world = state.world
     if superseded():
         raise SupersededError("the members of the world have changed again")
-    group.make_group(store, world.backend, world.device, Layout(rank, size), CONNECT_S)
+    # nccl gives up where the members change again; gloo has to be told for how long it waits.
+    limit = seconds if world.backend == "nccl" else CONNECT_S
+    layout = Layout(rank, size)
+    try:
+        group.make_group(store, world.backend, world.device, layout, limit, superseded)
+    finally:
+        state.made_group = dist.is_initialized()
     set_group_timeout(seconds)
-    state.made_group = True
     hosts = list(dict.fromkeys(other.host for other in members))
     told = {
         "rank": rank,

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 from allhands.compat import set_group_timeout
-from allhands.world import connections, group
+from allhands.world import connections, group, nccl_connections
+from allhands.world.connections import is_elastic
 from allhands.world.request import DEFAULT_TIMEOUT
-
-
-def is_elastic() -> bool:
-    """Whether this process is a worker of a job whose members may change."""
-    return bool(os.environ.get(connections.ELASTIC))
 
 
 def make_subgroup(
@@ -47,7 +42,13 @@ def make_subgroup(
             backend=backend,
             group_desc=desc,
         )
-    if seconds is not None and connect != seconds and made is not dist.GroupMember.NON_GROUP_MEMBER:
+    if made is dist.GroupMember.NON_GROUP_MEMBER:
+        return made
+    state = group.state()
+    if state is not None and is_elastic() and dist.get_backend(made) == "nccl":
+        limit = _seconds_of_world()
+        nccl_connections.connect(made, state.world.device, limit, state.is_aborted)
+    if seconds is not None and connect != seconds:
         set_group_timeout(seconds, made)
     return made
 
