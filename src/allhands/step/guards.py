@@ -22,6 +22,11 @@ _PLAIN = (bool, int, float, str, bytes, type(None))
 _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
+def capturing() -> bool:
+    """Whether what is asked for now is captured in a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 class HostState:
     """Plain attributes of all modules, and the random generators of the processor, as they are
     now."""

@@ -16,6 +16,7 @@ from torch import nn
 
 from allhands.compat import BatchNormBase
 from allhands.errors import UserError
+from allhands.step.guards import capturing
 
 
 @contextmanager
@@ -71,7 +72,7 @@ class _Again:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from torch.utils.checkpoint import checkpoint
 
-        keeps = torch.compiler.is_compiling() or not _capturing()
+        keeps = torch.compiler.is_compiling() or not capturing()
         if not keeps and self.draws:
             raise RuntimeError(
                 f"activation_checkpointing computes '{self.name}' again, and that draws the same "
@@ -135,13 +136,9 @@ class _Passes:
         return output
 
 
-def _capturing() -> bool:
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
 def _draws() -> int:
     """How far the GPU's random generator has come; 0 while a step is captured, or without a
     GPU."""
-    if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
+    if not torch.cuda.is_initialized() or capturing():
         return 0
     return torch.cuda.default_generators[torch.cuda.current_device()].get_offset()

@@ -7,6 +7,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from allhands.errors import UserError
+from allhands.step.guards import capturing
 
 
 class Region:
@@ -16,7 +17,7 @@ class Region:
     Dropout there draws numbers of the worker's own; everywhere else all workers of the group draw
     the same. Its seed is drawn from the common generator, so that nothing is to be saved beside
     that one's state, and a forward pass that is run again (activation checkpointing) draws the
-    same.
+    same. Where nothing is drawn, the generators stay as they were.
 
     Attributes:
         opened_by: the colwise module whose output is in parts now; None outside.
@@ -33,7 +34,11 @@ class Region:
             self.generators.append(torch.cuda.default_generators[index])
         self.opened_by: str | None = None
         self.looking = True
-        self._states: list[torch.Tensor] = []
+        self._drawn = False  # something has drawn numbers there
+        # Of the generators: before the seed was drawn, after it, and with the worker's own seed.
+        self._before: list[torch.Tensor] = []
+        self._after: list[torch.Tensor] = []
+        self._own: list[torch.Tensor] = []
 
     def open(self, name: str, draws: bool) -> None:
         if self.opened_by is None:
@@ -43,9 +48,15 @@ class Region:
 
     def close(self) -> None:
         self.opened_by = None
-        for generator, state in zip(self.generators, self._states, strict=False):
+        if not self._before:
+            return
+        drawn = not all(map(torch.equal, self._states(), self._own))
+        self._drawn = self._drawn or drawn
+        for generator, state in zip(
+            self.generators, self._after if drawn else self._before, strict=True
+        ):
             generator.set_state(state)
-        self._states = []
+        self._before, self._after, self._own = [], [], []
 
     def close_after_error(self, output: object) -> None:
         """Close when a module was left half way, and so gave nothing: by an error, or by activation
@@ -65,10 +76,22 @@ class Region:
         self.looking = False
 
     def _draw_own(self) -> None:
+        if capturing():
+            if self._drawn:
+                raise RuntimeError(
+                    "dropout between colwise and rowwise modules draws numbers of each worker's "
+                    "own, by a seed that is kept on the host"
+                )
+            return
+        self._before = self._states()
         seed = int(torch.randint(2**60, ())) + self.rank
-        self._states = [generator.get_state() for generator in self.generators]
+        self._after = self._states()
         for generator in self.generators:
             generator.manual_seed(seed)
+        self._own = self._states()
+
+    def _states(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in self.generators]
 
     def refuse_inside(self, name: str, style: str) -> None:
         if self.looking and self.opened_by is not None:
