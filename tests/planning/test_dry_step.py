@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -200,13 +201,27 @@ FULL = {"vocab_size": 50304, "block_size": 1024, "layers": 12, "heads": 12, "wid
 LIBRARIES = 64 * 2**20
 
 
-def gpt_step(strategy: Strategy, workers: int, samples: int, precision: str, **options: Any) -> Any:
+def gpt_step(
+    strategy: Strategy,
+    workers: int,
+    samples: int,
+    precision: str,
+    step: str = "eager",
+    **options: Any,
+) -> Any:
     with torch.device("meta"):
         model = GPT(**FULL, **options)
     batch = torch.zeros(samples, 1024, dtype=torch.int64)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     given = Workload(
-        model, NextToken(), optimizer, (batch, batch), samples, SupervisedRunner(), precision
+        model,
+        NextToken(),
+        optimizer,
+        (batch, batch),
+        samples,
+        SupervisedRunner(),
+        precision,
+        step=step,
     )
     return dry_step(given, strategy, workers)
 
@@ -223,6 +238,34 @@ def test_memory_is_what_a_gpu_has_shown() -> None:
         step = gpt_step(strategy, workers, 16, "bf16")
         assert (step.peak + LIBRARIES) / GIB == pytest.approx(shown[workers], rel=0.02)
         assert sum(step.kinds.values()) == pytest.approx(step.peak, rel=0.01)
+
+
+def test_a_captured_step_keeps_its_output() -> None:
+    eager, captured = (gpt_step(Single(), 1, 8, "bf16", step) for step in ("eager", "auto"))
+    assert not eager.captured
+    assert captured.captured
+    logits = 8 * 1024 * FULL["vocab_size"] * 2
+    assert captured.peak - eager.peak == pytest.approx(logits, rel=0.01)
+    # As an H200 has shown, see benchmarks/planning_card.py.
+    shown = json.loads((RESULTS / "planning_card.json").read_text())["cases"]
+    gib = shown["GPT-124M, single, 1 worker"]["gib with making"]
+    assert (captured.peak + LIBRARIES) / GIB == pytest.approx(gib, rel=0.02)
+
+
+def test_images_are_copied_for_a_captured_step() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 2))
+    batch = torch.zeros(64, 3, 32, 32), torch.zeros(64, 2)
+    given = Workload(
+        model,
+        nn.MSELoss(),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        batch,
+        64,
+        SupervisedRunner(device="cpu"),
+    )
+    size = batch[0].nbytes + batch[1].nbytes
+    assert dry_step(replace(given, step="eager"), Single(), 1).kinds["input"] == size
+    assert dry_step(given, Single(), 1).kinds["input"] == 3 * size
 
 
 def test_memory_by_kind_is_what_is_known_of_it() -> None:

@@ -87,6 +87,23 @@ def test_steps_between_exchanges_are_said_and_another_training_is_not_proposed()
     assert only.best is only.rows[0]
 
 
+def test_an_exchange_beside_steps_is_waited_for_where_they_are_shorter() -> None:
+    def row(link: str, **options: Any) -> Any:
+        strategy = LocalSGD(every=8, **options)
+        return plan(2, link=link, strategies=[Candidate(strategy, {"name": "local_sgd"})]).rows[0]
+
+    beside = {"overlap": 6, "mix": 0.5}
+    waits, hides = row("eth1"), row("eth1", **beside)
+    assert hides.sent == waits.sent
+    # What takes longer than six steps holds the last of them up.
+    others = hides.seconds.total - hides.seconds.waiting
+    beyond = 8 * waits.seconds.waiting - 6 * others
+    assert beyond > 0
+    assert hides.seconds.waiting == pytest.approx(beyond / 8, rel=0.05)
+    # What does not is hidden, but for a gathering of the samples that were seen.
+    assert row("nvlink", **beside).seconds.waiting < row("nvlink").seconds.waiting / 2
+
+
 def test_where_nothing_fits_it_says_what_comes_closest() -> None:
     none = plan(2, memory="10MB", strategies=[Candidate(DDP(), {"name": "ddp"})])
     assert none.best is None

@@ -244,4 +244,5 @@ def _definition(run_file: RunFile) -> dict[str, Any]:
     return _objects(run_file, model) | {
         "batch": feed.example(given.data.batch_size),
         "accumulate": given.accumulate,
+        "step": given.step,
     }

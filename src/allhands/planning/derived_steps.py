@@ -12,7 +12,6 @@ from allhands.planning.candidates import Candidate
 from allhands.planning.dry_step import DryStep, Workload, dry_steps
 from allhands.planning.operation import Operation
 from allhands.planning.step_recorder import GroupRanks
-from allhands.strategies import DDP, LocalSGD, Mesh
 from allhands.strategies.degrees import AXES, Degrees
 
 _COPIES = "dp_replicate"
@@ -44,9 +43,7 @@ class DerivedSteps:
         self, workload: Workload, candidate: Candidate, gpus: int, rank: int, per_host: int
     ) -> list[DryStep]:
         degrees = candidate.degrees(gpus)
-        strategy = candidate.strategy
-        whole = isinstance(strategy, DDP | LocalSGD) and not strategy.parted
-        if degrees.replicate < 2 or not (whole or isinstance(strategy, Mesh)):
+        if degrees.replicate < 2 or not candidate.strategy.copies_alike:
             return taken(workload, candidate, gpus, rank, per_host)
         key = (
             str({name: one for name, one in candidate.lines.items() if name != "dp"}),

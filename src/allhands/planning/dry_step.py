@@ -61,7 +61,7 @@ class Workload:
         batch: what each worker takes in a micro-batch.
         samples: how many samples that is.
         runner: calls the model on a batch.
-        precision, accumulate, clip_norm, activation_checkpointing: as for `train`.
+        precision, accumulate, clip_norm, activation_checkpointing, step: as for `train`.
         backend: "nccl", or "gloo" for ranks on processors.
     """
 
@@ -75,6 +75,7 @@ class Workload:
     accumulate: int = 1
     clip_norm: float | None = None
     activation_checkpointing: Any = False
+    step: str = "auto"
     backend: str = "nccl"
 
 
@@ -223,7 +224,11 @@ def _taken(
     _call_before_update(group, before)
     parts = workload.accumulate
     counts = [workload.samples] * parts
-    captured = strategy.capture_refused(model, world) is None
+    captured = workload.step != "eager" and strategy.capture_refused(model, world) is None
+    # A captured step is captured of one copy of a batch, and reads another; its outputs are kept
+    # until it is over, as the next replay tells of them.
+    inputs = [batch, *(map_tensors(batch, torch.empty_like) for _ in range(2 * captured))]
+    outputs: list[Any] = []
     first, kinds = strategy.kinds_of_step()
     period = sum(kinds.values())
     found: list[DryStep] = []
@@ -234,14 +239,17 @@ def _taken(
             group.train()
             take = group.step_for(objective)
             take.before_first_update = None
+            if captured:
+                take.observe = lambda *values: outputs.append(values)
         following = number + 1
         recorder.phase, recorder.records = FORWARD, number in kinds
+        outputs.clear()
         if recorder.records:
             recorder.forget()
         with recomputing(group):
             take([batch] * parts, counts, sum(counts) * group.placement.shares, False)
         if recorder.records:
-            kinds_held = _held_by_kind(recorder, group, gradients, batch)
+            kinds_held = _held_by_kind(recorder, group, gradients, inputs)
             found.append(
                 DryStep(
                     recorder.storages.peak,
@@ -271,7 +279,7 @@ def _call_before_update(group: OptimizerGroup, before: Any) -> None:
 
 
 def _held_by_kind(
-    recorder: StepRecorder, group: OptimizerGroup, gradients: set[int], batch: Any
+    recorder: StepRecorder, group: OptimizerGroup, gradients: set[int], inputs: Any
 ) -> dict[str, int]:
     storages, model = recorder.storages, group.model
     states = (value for state in group.optimizer.state.values() for value in state.values())
@@ -279,7 +287,7 @@ def _held_by_kind(
         "weights": storages.numbers([*model.parameters(), *model.buffers()]),
         "optimizer": storages.numbers([*states, *group.exchange.states_elsewhere]),
         "gradients": gradients,
-        "input": storages.numbers(_floating(batch)),
+        "input": storages.numbers(_floating(inputs)),
     }
     found: Counter[str] = Counter()
     for kind, size in storages.by_kind(kinds).items():

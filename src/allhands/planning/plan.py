@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from allhands.checks import check_whole
+from allhands.checks import check_choice, check_whole
 from allhands.errors import UserError
 from allhands.planning.candidates import Candidate, candidates
 from allhands.planning.cpu_timing import PipelineSimulation, cpu_step_time
@@ -28,13 +28,16 @@ from allhands.planning.step_recorder import GroupRanks
 from allhands.planning.timing import (
     CAPTURED_S,
     EAGER_S,
+    LateExchange,
     Places,
     StepTime,
-    mean_time,
+    mean_beside_steps,
     pipeline_time,
     step_time,
+    without_late,
 )
 from allhands.report.figures import require_matplotlib
+from allhands.step import STEPS
 from allhands.strategies.degrees import Degrees
 
 # Memory that the process itself takes of a card beside PyTorch's tensors: the CUDA context, and the
@@ -136,6 +139,7 @@ def plan(
     precision: str = "fp32",
     accumulate: int = 1,
     clip_norm: float | None = None,
+    step: str = "auto",
     runner: Any = None,
     strategies: Iterable[Candidate] | None = None,
     times: OperationTimes | None = None,
@@ -161,7 +165,7 @@ def plan(
         link: within a host and between hosts, such as "nvlink+ib400"; or bandwidths, "12.5GB/s";
             or what `allhands doctor --profile` has measured.
         per_host: GPUs of a host.
-        precision, accumulate, clip_norm: as for `train`.
+        precision, accumulate, clip_norm, step: as for `train`; what compiling changes is not known.
         runner: calls the model on a batch; None is `SupervisedRunner()`.
         strategies: what to look at; None takes all that may fit, with layers that are computed
             again where one does not fit otherwise.
@@ -178,6 +182,7 @@ def plan(
     """
     check_whole("gpus", gpus)
     check_whole("per_host", per_host)
+    check_choice("step", step, STEPS)
     chosen, links = card_named(card), links_named(link) if isinstance(link, str) else link
     limit = chosen.memory if memory is None else bytes_of(memory)
     if runner is None:
@@ -194,6 +199,7 @@ def plan(
         precision=precision,
         accumulate=accumulate,
         clip_norm=clip_norm,
+        step=step,
         backend="gloo" if chosen.name == CPU else "nccl",
     )
     times = times or OperationTimes(chosen)
@@ -276,17 +282,21 @@ def _predict(
         return Prediction(candidate.name, lines, {}, None, 0.0, 0.0, samples, limit, str(error))
     fullest = max((step for steps in steps_of_ranks for step in steps), key=lambda step: step.peak)
     own = _beside(times.card, degrees, gpus)
-    found = []
-    for steps in zip(*steps_of_ranks, strict=True):  # those of one kind, on each rank
+    found, late = [], []
+    for kind in zip(*steps_of_ranks, strict=True):  # those of one kind, on each rank
+        steps, share = list(kind), kind[0].share
         places = [_places(step.groups, per_host, degrees) for step in steps]
+        if strategy.overlap:
+            steps[0], transfers = without_late(steps[0])
+            late.append((share, LateExchange.of(transfers, links, places[0])))
         seconds = (_cpu_time if on_cpus else _gpu_time)(steps, times, links, places, strategy)
-        found.append((steps[0].share, seconds))
+        found.append((share, seconds))
     sent, received = max(map(_traffic, steps_of_ranks))
     return Prediction(
         candidate.name,
         lines,
         fullest.kinds | own,
-        mean_time(found),
+        mean_beside_steps(found, late, strategy.overlap),
         sent,
         received,
         samples,

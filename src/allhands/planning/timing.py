@@ -137,6 +137,60 @@ def pipeline_time(
     return max(found, key=lambda one: one.total)
 
 
+@dataclass(frozen=True)
+class LateExchange:
+    """What a step begins to exchange, and a later step waits for.
+
+    Attributes:
+        seconds: of the link.
+        cpu: of them, those in which the processor that computes is busy with it.
+    """
+
+    seconds: float
+    cpu: float
+
+    @classmethod
+    def of(
+        cls, transfers: Sequence[Collective], links: Links | MeasuredLinks, places: Places
+    ) -> LateExchange:
+        return cls(
+            math.fsum(seconds_of(one, links, places) for one in transfers),
+            math.fsum(links.cpu(*arguments_of(one, places)) for one in transfers),
+        )
+
+
+def mean_beside_steps(
+    kinds: Sequence[tuple[float, StepTime]],
+    late: Sequence[tuple[float, LateExchange]],
+    overlap: int,
+) -> StepTime:
+    """The mean over kinds of steps, where some begin exchanges that later steps wait for.
+
+    Args:
+        kinds: the share of all steps, and the time without such exchanges.
+        late: likewise the share, and what such a step begins.
+        overlap: steps that are taken while an exchange is on its way.
+    """
+    time = mean_time(kinds)
+    cpu = math.fsum(share * one.cpu for share, one in late)
+    hidden = overlap * (time.total + cpu)
+    beyond = math.fsum(share * max(0.0, one.seconds - hidden) for share, one in late)
+    # The link carries one exchange after another.
+    busy = math.fsum(share * one.seconds for share, one in late) - time.total - cpu
+    return replace(time, waiting=time.waiting + cpu + max(beyond, busy, 0.0))
+
+
+def without_late(step: DryStep) -> tuple[DryStep, list[Collective]]:
+    """A step without the collectives of its update that it does not wait for, and these."""
+    own = [one for one in step.events if not _is_late(*one)]
+    late = [one for phase, one in step.events if _is_late(phase, one)]
+    return replace(step, events=own), [one for one in late if isinstance(one, Collective)]
+
+
+def _is_late(phase: str, event: Operation | Collective) -> bool:
+    return phase == UPDATE and isinstance(event, Collective) and event.asynchronous
+
+
 def is_message(event: Operation | Collective) -> bool:
     """Whether it is sent or received by one other rank."""
     return isinstance(event, Collective) and event.kind in ("send", "recv")

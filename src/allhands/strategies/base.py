@@ -111,6 +111,11 @@ class Strategy(ABC):
     keeps_residual: bool = False
     #: Whether ranks have gradients of other parameters, or of parts of them, after the exchange.
     parted: bool = False
+    #: Whether a rank holds, computes and hands to collectives the same whatever the number of whole
+    #: copies of the model; only their groups grow.
+    copies_alike: bool = False
+    #: Optimizer steps that are taken while an exchange is on its way.
+    overlap: int = 0
 
     def exact_for(self, optimizer: torch.optim.Optimizer, clip_norm: float | None) -> bool:
         """Whether it is exact in a training with this optimizer and this bound of the gradient's

@@ -93,6 +93,7 @@ class DDP(Strategy):
             self.exact = False
             self.keeps_residual = cast_dtype(self.compress) is None
         self.parted = optimizer_state == "sharded"
+        self.copies_alike = not self.parted
 
     def check_settings(self, settings: Any) -> None:
         if self.parted:

@@ -73,6 +73,7 @@ class LocalSGD(LocalSGDSettings, Strategy):
     exact = False
     alone = True
     takes_step = True
+    copies_alike = True
 
     def exact_for(self, optimizer: torch.optim.Optimizer, clip_norm: float | None) -> bool:
         averages = (
@@ -87,12 +88,17 @@ class LocalSGD(LocalSGDSettings, Strategy):
         return averages and plain and not step_hooks(optimizer) and clip_norm is None
 
     def kinds_of_step(self) -> tuple[list[int], dict[int, int]]:
-        offsets = offsets_of(self.fragments, self.every)
-        first = sorted((offset - 1) % self.every for offset in offsets)
-        kinds = {self.every + number: 1 for number in first}
-        plain = set(range(self.every, 2 * self.every)) - set(kinds)
+        every = self.every
+        sends = {(offset - 1) % every for offset in offsets_of(self.fragments, every)}
+        # Steps in which the outer optimizer takes its step along what has arrived meanwhile.
+        applies = {number + self.overlap for number in sends}
+        first = sorted(sends | applies)
+        begin = (first[-1] // every + 1) * every
+        kinds = {begin + number: 1 for number in sorted(sends)}
+        kinds |= {begin + number: 1 for number in sorted(applies) if number % every not in sends}
+        plain = set(range(every)) - {number % every for number in kinds}
         if plain:
-            kinds[min(plain)] = len(plain)
+            kinds[begin + min(plain)] = len(plain)
         return first, kinds
 
     def check_settings(self, settings: Any) -> None:

@@ -36,6 +36,7 @@ class Mesh(Meshed):
     """
 
     name = "mesh"
+    copies_alike = True
 
     def __init__(
         self,
