@@ -53,7 +53,9 @@ class Trained:
         insist: bool = False,
         capture: Callable[..., Any] | None = None,
         clip: float | None = 0.5,
+        criterion: nn.Module | None = None,
     ) -> None:
+        criterion = nn.CrossEntropyLoss() if criterion is None else criterion
         self.model = model.to(device)
         self.optimizer = kind(self.model.parameters(), **options)
         self.losses: list[float] = []
@@ -80,10 +82,11 @@ class Trained:
 
             return replay
 
+        self.keep = keep
         self.make = lambda: OptimizerStep(
             self.model.parameters(),
             self.optimizer,
-            LossRule(nn.CrossEntropyLoss()),
+            LossRule(criterion),
             placement,
             exchange,
             world,
@@ -398,3 +401,33 @@ def test_a_model_that_waits_for_the_device_trains_eagerly_and_names_the_line(lay
         Trained(nn.Sequential(layer(6, 3)), torch.optim.SGD, MOMENTUM, device, insist=True).steps(
             data(9)
         )
+
+
+@pytest.mark.parametrize("steps", [2, 3, 5], ids=lambda steps: f"{steps} steps an epoch")
+def test_short_epochs_are_captured(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each epoch takes its steps by a new object, which sends nothing to the device when its second
+    step is captured."""
+
+    def sends(*_: Any, **__: Any) -> None:
+        raise RuntimeError("a number is sent to the device while a step is captured")
+
+    def capture(function: Callable[[], None]) -> Callable[[], None]:
+        replayed = keep(function)
+
+        def replay() -> None:
+            with monkeypatch.context() as patch:
+                patch.setattr(torch, "tensor", sends)
+                replayed()
+
+        return replay
+
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+    trained = Trained(
+        model, torch.optim.SGD, MOMENTUM, capture=capture, criterion=nn.MultiMarginLoss()
+    )
+    keep = trained.keep
+    for _ in range(4):
+        trained.take = trained.make()
+        trained.steps(data(steps))
+    assert trained.captures == 1
+    assert trained.said == ["step: captured in a CUDA graph, and replayed from here on"]

@@ -13,9 +13,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from allhands import SupervisedRunner
 from allhands.step import compile_choice
 from allhands.step.compile_choice import CompileChoice
-from allhands.world import World
+from allhands.world import World, current_world
 from tests.reference import relative_difference
 from tests.step.test_captured import Trained, data, network
+from tests.worlds import in_world
 
 WORLD = World(0, 0, 0, 1, 1, torch.device("cpu"), "none", "alone")
 STEPS = 200
@@ -138,6 +139,47 @@ def test_steps_stay_those_of_the_training(monkeypatch: pytest.MonkeyPatch, after
     assert one.captures == (2 if after < 0.01 else 3)
     assert one.losses == pytest.approx(other.losses, rel=1e-5)
     assert relative_difference(one.model.state_dict(), other.model.state_dict()) < 1e-5
+
+
+class OwnTimes(Times):
+    """Rank 1 is the slower one, and rank 0 gains nothing."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__([], *((0.001, 0.001) if rank == 0 else (0.010, 0.007)))
+
+
+def decided(knows: bool) -> tuple[list[int], list[str]]:
+    """On each rank: the steps at which the kind changed, and what was said."""
+    world = current_world()
+    assert world is not None
+    said: list[str] = []
+    times = OwnTimes(world.rank)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compile_choice, "StepTimes", lambda device: times)
+        choice = CompileChoice(
+            lambda: Marked(times.log), 10, lambda: 20_000, world, said.append, able=knows
+        )
+        with choice:
+            changed = [n for n in range(1, STEPS + 1) if choice.step_taken(knows)]
+    return changed, said
+
+
+def test_ranks_decide_alike() -> None:
+    found = in_world(2, decided, True)
+    assert [changed for changed, _ in found] == [[40], [40]]
+    assert found[0] == found[1]
+    assert found[0][1][1] == "step: compiled, 7 ms in place of 10"
+
+
+def test_a_rank_that_cannot_tell_keeps_all_from_it() -> None:
+    assert in_world(2, only_rank_0_knows) == [[], []]
+
+
+def only_rank_0_knows() -> list[int]:
+    world = current_world()
+    assert world is not None
+    changed, _ = decided(world.rank == 0)
+    return changed
 
 
 class Waits(nn.Module):

@@ -394,7 +394,8 @@ class OptimizerStep:
         if alike and (check is None or self.pairs or check.found is not None):
             self._loss = self.rule.call
         self._loss_dtype = value.dtype
-        self._weights.clear()
+        # The next step may be captured, in which no number could be sent to the device.
+        self._weights = {number: weight.to(value.dtype) for number, weight in self._weights.items()}
         return loss
 
     def _weight(self, value: float) -> torch.Tensor:
