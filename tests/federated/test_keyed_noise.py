@@ -141,11 +141,14 @@ def test_masks_of_all_steps_of_a_client_are_made_at_once_and_are_those_of_each_s
 
     def drawn(ahead: int) -> tuple[list[torch.Tensor], int]:
         monkeypatch.setattr(keyed_noise, "MOST_AHEAD", {"cpu": ahead})
-        hashes: list[int] = []
-        hashed = keyed_noise.hashed
-        monkeypatch.setattr(
-            keyed_noise, "hashed", lambda count, key: hashes.append(count) or hashed(count, key)
-        )
+        together: list[int] = []
+        mix = keyed_noise._mix
+
+        def noted(places: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            together.extend([len(key)] if key.dim() else [])
+            return mix(places, key)
+
+        monkeypatch.setattr(keyed_noise, "_mix", noted)
         net = copy.deepcopy(given).train()
         noise, made = KeyedNoise(net, CPU), []
         for client in (0, 1):
@@ -155,8 +158,8 @@ def test_masks_of_all_steps_of_a_client_are_made_at_once_and_are_those_of_each_s
                 noise.begin()
                 made += [net(x[:size]), net[0](x[:size])]  # the second call of a layer
                 noise.end()
-        monkeypatch.setattr(keyed_noise, "hashed", hashed)
-        return made, len(hashes)
+        monkeypatch.setattr(keyed_noise, "_mix", mix)
+        return made, len(together)
 
     (alone, none), (together, few) = drawn(0), drawn(10_000)
     # two clients, three layers of dropout; and none where there would be too many numbers

@@ -82,11 +82,15 @@ class Keyed(nn.Module):
         call = 0 if self.over else self.calls
         if not self.over:
             self.calls += 1
+        places = self._spread(count, device)
+        return _mix(places, (self.key.long() + call * _SPREAD).int() if call else self.key)
+
+    def _spread(self, count: int, device: torch.device) -> torch.Tensor:
         # Kept, never replaced: a recorded step reads them where they lie.
         places = self._places.get(count)
         if places is None or places.device != device:
             places = self._places[count] = _spread(count, device)
-        return _mix(places, (self.key.long() + call * _SPREAD).int() if call else self.key)
+        return places
 
 
 class KeyedDropout(Keyed):
@@ -103,7 +107,7 @@ class KeyedDropout(Keyed):
     def __init__(self, p: float, features: int | None, inplace: bool) -> None:
         super().__init__()
         self.p, self.features, self.inplace = p, features, inplace
-        self._ahead: tuple[torch.Tensor, torch.Tensor] | None = None  # of which keys
+        self._ahead: tuple[torch.Tensor, ...] | None = None  # by step
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training or self.p == 0.0:
@@ -117,27 +121,37 @@ class KeyedDropout(Keyed):
         shape = x.shape if self.features is None else x.shape[: self.features]
         if self.p == 1.0:
             return x.new_zeros(()).expand(x.shape)
-        kept = self._made_ahead(shape.numel(), x)
+        kept = self._made_ahead(shape, x)
         if kept is None:
-            kept = self._scaled(self._bits(shape.numel(), x.device), x.dtype)
-        return kept.view(*shape, *(1 for _ in x.shape[len(shape) :]))
+            kept = self._scaled(self._bits(shape.numel(), x.device), x.dtype).view(shape)
+        behind = x.dim() - len(shape)
+        return kept.view(*shape, *(1,) * behind) if behind else kept
+
+    def _made_ahead(self, shape: torch.Size, x: torch.Tensor) -> torch.Tensor | None:
+        """What the first call of the present step keeps, out of what was made for all of the
+        client's steps; None where each step makes its own."""
+        keys, made = self.keys, self._ahead
+        if keys is None or self.calls or self.over or not shape:
+            return None
+        if (
+            made is None
+            or made[0].shape[1:] != shape[1:]
+            or len(made[0]) < shape[0]
+            or made[0].dtype != x.dtype
+        ):
+            if len(keys) * shape.numel() > MOST_AHEAD.get(x.device.type, 0):
+                return None
+            bits = _mix(self._spread(shape.numel(), x.device), keys[:, None])
+            every = self._scaled(bits, x.dtype)
+            # Past `Module.__setattr__`, which takes longer than a small operation.
+            made = self.__dict__["_ahead"] = every.view(len(keys), *shape).unbind()
+        self.__dict__["calls"] = 1
+        kept = made[self.step]
+        return kept if len(kept) == shape[0] else kept[: shape[0]]
 
     def _scaled(self, bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         kept = bits >= min(round(self.p * 2**32) - 2**31, 2**31 - 1)
         return kept.to(dtype).mul_(1.0 / (1.0 - self.p))
-
-    def _made_ahead(self, count: int, x: torch.Tensor) -> torch.Tensor | None:
-        """What `_scaled` gives for the first call of the present step, out of what was made for all
-        of the client's steps; None where each step makes its own."""
-        keys, most = self.keys, MOST_AHEAD.get(x.device.type, 0)
-        if keys is None or self.over or self.calls or len(keys) * count > most:
-            return None
-        ahead = None if self._ahead is None or self._ahead[0] is not keys else self._ahead[1]
-        if ahead is None or ahead.shape[1] < count or ahead.dtype != x.dtype:
-            ahead = self._scaled(hashed(count, keys[:, None]), x.dtype)
-            self._ahead = keys, ahead
-        self.calls += 1
-        return ahead[self.step, :count]
 
 
 class KeyedImages(Keyed):
@@ -236,7 +250,7 @@ class KeyedNoise:
         if keys is not self._client:
             self._client = keys
             for layer, column in zip(self.layers.values(), keys.t().contiguous(), strict=True):
-                layer.__dict__["keys"] = column
+                layer.__dict__.update(keys=column, _ahead=None)
         for layer in self.layers.values():
             layer.__dict__["step"] = step
             layer._buffers["key"] = layer.__dict__["keys"][step]

@@ -23,6 +23,7 @@ from allhands.federated.executors.starting import measuring
 from allhands.federated.keyed_noise import KeyedNoise
 from allhands.federated.local_training import restart
 from allhands.step import LossRule, Precision
+from allhands.step.update import update_function
 
 
 class Serial(Executor):
@@ -67,6 +68,7 @@ class Serial(Executor):
             if optimizer.flat and self._in_row
             else optimizer.over(named)
         )
+        self._update = update_function(self.optimizer)
 
     def train(self, jobs: Sequence[CohortMember], states: States, sink: Sink) -> None:
         self.work.local.optimizer.set_rates(self.optimizer)
@@ -75,11 +77,11 @@ class Serial(Executor):
         self._room = gathered.rows
         with preserved_generators():
             try:
-                for job in jobs:
+                for job, keys in zip(jobs, self._keys_of(jobs), strict=True):
                     began = time.perf_counter()
                     own = states([job.client])
                     try:
-                        trained = self._train(job, own)
+                        trained = self._train(job, own, keys)
                     except Exception as error:
                         raise ClientError(
                             job, f"client {self.work.clients.name(job.client)}: {error}"
@@ -88,17 +90,34 @@ class Serial(Executor):
             finally:
                 gathered.give(sink)
 
-    def _train(self, job: CohortMember, own: dict[str, torch.Tensor]) -> Trained:
+    def _keys_of(self, jobs: Sequence[CohortMember]) -> torch.Tensor:
+        """The keys of all clients' steps, shape ``[clients, steps, layers]``: of many clients they
+        take little longer than of one."""
+        work = self.work
+        steps = [work.local.num_steps(work.clients.size(job.client)) for job in jobs]
+        clients = [job.client for job in jobs]
+        made = self.noise.keys_of(work.seed, self.server.round, clients, max(steps, default=0))
+        return made.to(self.server.device, non_blocking=True)
+
+    def _train(
+        self, job: CohortMember, own: dict[str, torch.Tensor], keys: torch.Tensor
+    ) -> Trained:
+        """Train a client.
+
+        Args:
+            job: the client.
+            own: its own vectors.
+            keys: of its steps, shape ``[steps, layers]``; there may be more than it takes.
+        """
         work, server, local = self.work, self.server, self.work.local
         numbers = server.layout.trained
         start, indices = server.start(own), work.clients.samples(job.client)
-        batches = list(local.batches(indices, work.seed, server.round, job.client))
+        order, sizes = local.order(indices, work.seed, server.round, job.client)
+        taken = torch.from_numpy(order)
         if work.samples.tensors is not None:  # one copy to the device a client, not one a step
-            batches = list(
-                torch.cat(batches)
-                .to(server.device, non_blocking=True)
-                .split([len(batch) for batch in batches])
-            )
+            taken = taken.to(server.device, non_blocking=True)
+        batches = list(taken.split(sizes))
+        keys = keys[: len(batches)]
         self._prepare(batches)
         self.rows.copy_(start)
         server.layout.write_integers(server.integers, work.model)
@@ -108,9 +127,6 @@ class Serial(Executor):
         torch.default_generator.manual_seed(seed)
         if server.device.type == "cuda":
             torch.cuda.manual_seed(seed)
-        keys = self.noise.keys(work.seed, server.round, job.client, len(batches)).to(
-            server.device, non_blocking=True
-        )
         losses = []
         start_loss = self._start_loss(indices, job) if work.algorithm.needs_start_loss else None
         if work.algorithm.needs_start_gradient:
@@ -123,7 +139,7 @@ class Serial(Executor):
                 )
             if local.clip_norm is not None:
                 clip_rows(self.gradients, local.clip_norm)
-            self.optimizer.step()
+            self._update()
         return Trained(
             clients=[job.client],
             slots=[job.slot],
@@ -131,7 +147,7 @@ class Serial(Executor):
             start=start,
             samples=torch.tensor([float(len(indices))], dtype=torch.float64),
             steps=torch.tensor([float(len(batches))], dtype=torch.float64),
-            loss=_mean(losses, [len(batch) for batch in batches], server.device),
+            loss=_mean(losses, sizes, server.device),
             start_loss=start_loss,
             own=own,
             integers=server.layout.read_integers(work.model)[None]
