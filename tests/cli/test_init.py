@@ -15,6 +15,8 @@ from allhands.config import RunConfig, read_run
 from tests.cli.projects import json_of, said
 from tests.timeouts import patience
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 
 @pytest.mark.serial
 @pytest.mark.parametrize("kind", list(ProjectKind))

@@ -12,6 +12,9 @@ import pytest
 
 from allhands.cli.main import run
 from allhands.config import read_run
+from tests import fork_server
+
+pytestmark = pytest.mark.usefixtures("forked_python")
 
 
 def allhands_run(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
@@ -108,7 +111,8 @@ def test_a_mistake_in_a_file_is_told_before_torch_is_imported():
         "import sys; from allhands.cli.main import run; run(['run', 'seed=x']); "
         "sys.exit('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+    done = subprocess.run([fork_server.PYTHON, "-c", code], capture_output=True)
+    assert done.returncode == 0
 
 
 @pytest.mark.serial

@@ -15,6 +15,8 @@ from allhands.errors import UserError
 from tests.cli import projects
 from tests.cli.projects import said
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -17,6 +17,8 @@ from allhands.strategies import DDP, STRATEGIES
 from allhands.strategies.base import Bound
 from allhands.world import World
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 RUN = ["data.limit=200", "data.batch_size=16", "model=mlp", "device=cpu"]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.examples.running import EXAMPLES, epochs_in, program, run_example, run_in
 
-pytestmark = [pytest.mark.slow, pytest.mark.serial]
+pytestmark = [pytest.mark.slow, pytest.mark.serial, pytest.mark.usefixtures("forked_python")]
 
 
 def last_accuracy(logdir) -> float:

@@ -16,7 +16,7 @@ import allhands
 from allhands.federated.coala import api
 from tests.examples.running import EXAMPLES, run_in
 
-pytestmark = [pytest.mark.slow, pytest.mark.serial]
+pytestmark = [pytest.mark.slow, pytest.mark.serial, pytest.mark.usefixtures("forked_python")]
 SCRIPT = EXAMPLES / "federated_tutorial" / "multiprocess.py"
 # Every process of the script finds these images registered, so that it need not read and test
 # CIFAR-10's 60,000.

@@ -11,7 +11,7 @@ import pytest
 
 from tests.examples.running import EXAMPLES, program, run_in
 
-pytestmark = [pytest.mark.slow, pytest.mark.serial]
+pytestmark = [pytest.mark.slow, pytest.mark.serial, pytest.mark.usefixtures("forked_python")]
 
 
 def test_two_workers_print_their_accuracy_after_each_epoch(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.examples.running import EXAMPLES, program
 
-pytestmark = [pytest.mark.slow, pytest.mark.serial]
+pytestmark = [pytest.mark.slow, pytest.mark.serial, pytest.mark.usefixtures("forked_python")]
 
 
 def test_a_worker_is_lost_and_comes_back(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ import pytest
 from tests.examples.running import EXAMPLES, example_module, program, run_in
 from tests.worlds import in_world
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 FOLDER = EXAMPLES / "moving"
 NAMES = ["fabric", "accelerate", "ddp"]
 

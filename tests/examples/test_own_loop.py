@@ -14,6 +14,8 @@ from tests.examples.own_loops import CASES, Case
 from tests.examples.running import EXAMPLES, program, run_in
 from tests.worlds import in_world
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 
 def difference(case: Case, workers: int) -> float:
     return case.difference(case.train(workers))

@@ -6,7 +6,7 @@ import pytest
 
 from tests.examples.running import EXAMPLES, program, run_example, run_in
 
-pytestmark = [pytest.mark.slow, pytest.mark.serial]
+pytestmark = [pytest.mark.slow, pytest.mark.serial, pytest.mark.usefixtures("forked_python")]
 
 
 def test_ddp_with_mp_spawn(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 
 from tests.examples.running import EXAMPLES, program, run_in
 
-pytestmark = [pytest.mark.slow, pytest.mark.serial]
+pytestmark = [pytest.mark.slow, pytest.mark.serial, pytest.mark.usefixtures("forked_python")]
 
 
 @pytest.mark.rare

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 PAGE = Path(__file__).parents[2] / "docs" / "federated.md"
 
 

@@ -14,7 +14,7 @@ import pytest
 from allhands.horovod.absent import ABSENT
 
 SCRIPTS = Path(__file__).parent / "scripts"
-pytestmark = pytest.mark.serial
+pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("forked_python")]
 
 
 def launch(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:

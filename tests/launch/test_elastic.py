@@ -17,7 +17,7 @@ from tests.timeouts import patience
 
 from .conftest import Job
 
-pytestmark = pytest.mark.serial
+pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("forked_python")]
 
 # How each worker is to be lost: words like "2@13:SIGKILL", the rank under which it was started, and
 # the steps (or "e1", the epoch whose evaluation follows) before it. "0@5:behind": rank 0 is told of

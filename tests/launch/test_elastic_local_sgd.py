@@ -10,7 +10,7 @@ import pytest
 from .conftest import Job
 from .test_elastic import SCRIPT, Runner, assert_same, result
 
-pytestmark = pytest.mark.serial
+pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("forked_python")]
 
 NET = "torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))"
 NORM = NET.replace("torch.nn.Tanh()", "torch.nn.Tanh(), torch.nn.BatchNorm1d(16)")

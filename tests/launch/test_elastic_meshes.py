@@ -17,7 +17,7 @@ from .conftest import Job
 from .test_elastic import SCRIPT as OWN_STEPS
 from .test_elastic import alone, assert_same, result
 
-pytestmark = pytest.mark.serial
+pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("forked_python")]
 
 # How workers are to be lost, as in `test_elastic`.
 SCRIPT = """

@@ -8,7 +8,7 @@ import pytest
 from .conftest import Job
 from .test_elastic import alone, result
 
-pytestmark = pytest.mark.serial
+pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("forked_python")]
 
 # How each worker is to be lost: "2@3t", the rank under which it was started, the round, and whether
 # in a client's training, in the evaluation, or after the sum of the round ("d"). "0@2b": rank 0 is

@@ -10,7 +10,7 @@ import pytest
 
 from tests.pages import run_page
 
-pytestmark = [pytest.mark.serial, pytest.mark.slow]
+pytestmark = [pytest.mark.serial, pytest.mark.slow, pytest.mark.usefixtures("forked_python")]
 
 
 # rare: the tests beside this one have its commands.

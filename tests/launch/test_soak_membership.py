@@ -11,7 +11,7 @@ import pytest
 
 from tests.timeouts import patience
 
-pytestmark = pytest.mark.serial
+pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("forked_python")]
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "soak_membership.py"
 

@@ -9,6 +9,8 @@ import pytest
 
 from tests.walks.walking import WALKS, environment
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 
 def cells() -> list[str]:
     """The cells of the walk, without what stands before the first."""

@@ -10,6 +10,8 @@ import pytest
 
 from tests.walks.walking import in_order, walk
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 
 @pytest.mark.serial
 @pytest.mark.slow

@@ -11,6 +11,8 @@ import pytest
 from tests.examples.running import run_in
 from tests.walks.walking import environment, in_order
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 
 

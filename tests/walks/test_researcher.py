@@ -9,6 +9,8 @@ import pytest
 
 from tests.walks.walking import EXAMPLES, in_order, walk
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 
 @pytest.mark.serial
 @pytest.mark.slow

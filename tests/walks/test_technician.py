@@ -11,6 +11,8 @@ import allhands
 from allhands import wire
 from tests.walks.walking import in_order, walk
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 
 @pytest.mark.serial
 @pytest.mark.slow

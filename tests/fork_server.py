@@ -1,0 +1,560 @@
+"""A Python that starts with torch imported, for tests of what a script does and not of how an
+interpreter starts.
+
+`import torch` takes a second of processor time, `torch._dynamo`, which every optimizer imports,
+another one, and torchmetrics two. `bin_folder()` has a `python` and an `allhands` that run their
+arguments in a fork of a server, one for each process of pytest, which has these imported. The
+script keeps its standard streams, folder, variables, signals and exit code. Other programs in the
+folder are the environment's own, and so is Python where its options, inherited descriptors, or
+variables that libraries read as they are loaded ask for a new interpreter. Limits of resources are
+those of the server.
+
+The server is the parent of all that such a script leaves behind. It ends that, and `left()` says
+what it was; `tests/conftest.py` lets the test fail.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import contextlib
+import functools
+import gc
+import importlib
+import marshal
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+# Seconds for what a script has left behind to end by itself.
+_GRACE_S = 10.0
+_PRELOAD = (
+    "numpy",
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.pipelining",
+    "torch.utils.tensorboard",
+    "torchmetrics",
+    "rich.console",
+    "rich.progress",
+    "cloudpickle",
+    "encodings.idna",
+    "allhands.cli.main",
+    "allhands.kvstore",
+    "allhands.runner",
+)
+#: The interpreter itself.
+PYTHON = sys.executable
+_FOLDER = "FORK_SERVER"  # in the environment of the server: where its socket and programs are
+# Read by libraries as they are loaded.
+_FIXED = ("PYTHON", "LD_", "MALLOC", "ATEN_", "TORCH_", "OMP_", "MKL_", "GOMP_", "CUDA")
+_FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT")
+
+# The program that tests start: it hands everything to the server and does as the script did. It
+# imports next to nothing.
+_CLIENT = """\
+#!{python} -IS
+import marshal, os, signal, sys
+program, python, address = {program!r}, {python!r}, {address!r}
+fixed, names, cores = {fixed!r}, {names!r}, {cores!r}
+words = sys.argv[1:]
+
+def start_anew():
+    os.execv(program, [program, *words])
+
+def is_open(descriptor):
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+if any(map(is_open, range(3, 64))):
+    start_anew()
+if program == python:
+    rest = words[1:] if words[:1] == ["-P"] else words
+    if not rest or not rest[0] or (rest[0][0] == "-" and rest[0] not in ("-c", "-m")):
+        start_anew()
+    if rest[0] == "-c" and "allhands.launch.agent" in rest[1]:
+        start_anew()
+if os.sched_getaffinity(0) != cores:
+    start_anew()
+own = {{name: value for name, value in os.environ.items()
+        if name.startswith(fixed[0]) and name not in fixed[2]}}
+if own != fixed[1]:
+    start_anew()
+import array, socket
+ignored = [name for name in names if signal.getsignal(getattr(signal, name)) == signal.SIG_IGN]
+pending = []
+for name in names:
+    if name not in ignored:
+        signal.signal(getattr(signal, name), lambda number, _: pending.append(number))
+server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+try:
+    server.connect(address)
+except OSError:
+    start_anew()
+umask = os.umask(0)
+os.umask(umask)
+call = marshal.dumps(([program, *words], dict(os.environ), os.getcwd(), umask, ignored))
+request = os.memfd_create("request", 0)
+os.write(request, call)
+descriptors = array.array("i", [0, 1, 2, request])
+server.sendmsg([b"run"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
+for descriptor in (0, 1, 2, request):
+    os.close(descriptor)
+wake, wake_end = os.pipe()
+os.set_blocking(wake_end, False)
+signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
+import select
+poll = select.poll()
+poll.register(server, select.POLLIN)
+poll.register(wake, select.POLLIN)
+answer = None
+while answer is None:
+    for descriptor, _ in poll.poll():
+        if descriptor == wake:
+            os.read(wake, 100)
+        else:
+            answer = server.recv(100)
+    while pending:
+        try:
+            server.send(b"%d" % pending.pop(0))
+        except OSError:
+            pass
+if not answer:
+    os._exit(98)
+status = int(answer)
+if os.WIFSIGNALED(status):
+    number = os.WTERMSIG(status)
+    if number != signal.SIGKILL:
+        signal.signal(number, signal.SIG_DFL)
+    import resource
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.kill(os.getpid(), number)
+os._exit(os.WEXITSTATUS(status))
+"""
+
+_server: subprocess.Popen[bytes] | None = None
+
+
+def bin_folder() -> Path:
+    """The folder with `python`, `allhands` and the environment's other programs; starts the server
+    if there is none."""
+    global _server
+    if _server is None or _server.poll() is not None:
+        folder = Path(tempfile.mkdtemp(prefix="fork-server-"))
+        _write_programs(folder)
+        environment = {**os.environ, _FOLDER: str(folder)}
+        _server = subprocess.Popen(
+            [PYTHON, __file__],
+            env=environment,
+            stdin=subprocess.PIPE,  # its end is that of this process
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        _folders[_server.pid] = folder
+        atexit.register(_end, _server, folder)
+        assert _server.stdout is not None
+        if _server.stdout.readline() != b"ready\n":
+            raise RuntimeError("the server of tests/fork_server.py did not start")
+    return _folders[_server.pid] / "bin"
+
+
+_folders: dict[int, Path] = {}
+
+
+def left() -> str:
+    """The processes that scripts have left behind since the last call, a line each."""
+    if _server is None:
+        return ""
+    file = _folders[_server.pid] / "left"
+    try:
+        text = file.read_text(errors="replace")
+        file.unlink()
+    except FileNotFoundError:
+        return ""
+    return text
+
+
+def _end(server: subprocess.Popen[bytes], folder: Path) -> None:
+    server.kill()
+    server.wait()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _fixed() -> dict[str, str]:
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_FIXED) and name not in _OWN_THREADS
+    }
+
+
+# Set for each process anew.
+_OWN_THREADS = ("OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR")
+
+
+def _write_programs(folder: Path) -> None:
+    own, programs = folder / "bin", Path(PYTHON).parent
+    own.mkdir()
+    for program in programs.iterdir():
+        text = None
+        if program.name in ("python", "python3", "allhands", "torchrun"):
+            is_python = program.name.startswith("python")
+            text = _CLIENT.format(
+                python=PYTHON,
+                program=PYTHON if is_python else str(program),
+                address=str(folder / "socket"),
+                fixed=(_FIXED, _fixed(), _OWN_THREADS),
+                names=_FORWARDED,
+                cores=os.sched_getaffinity(0),
+            )
+        if text is None:
+            (own / program.name).symlink_to(program)
+        else:
+            (own / program.name).write_text(text)
+            (own / program.name).chmod(0o755)
+
+
+# ------------------------------------------------------------------------------- the server
+
+
+class _Call:
+    """A script that runs."""
+
+    def __init__(self, client: socket.socket) -> None:
+        self.client = client
+        self.status: int | None = None
+        self.ended_at = 0.0
+
+
+class _Server:
+    """Forks a process for each client, and tells it how that ended."""
+
+    def __init__(self, folder: str) -> None:
+        self.left = os.path.join(folder, "left")
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.listener.bind(os.path.join(folder, "socket"))
+        self.listener.listen(64)
+        self.wake, self.wake_end = os.pipe()
+        for end in (self.wake, self.wake_end):
+            os.set_blocking(end, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self.wake_end, warn_on_full_buffer=False)
+        self.calls: dict[int, _Call] = {}
+        self.poll = select.poll()
+        for end in (0, self.wake, self.listener.fileno()):
+            self.poll.register(end, select.POLLIN)
+
+    def serve(self) -> tuple[list[str], Any] | None:
+        """Until standard input ends. In a fork it returns the words of the script, and where it
+        asks for an agent."""
+        while True:
+            waits = any(call.status is not None for call in self.calls.values())
+            for descriptor, _ in self.poll.poll(50 if waits else None):
+                if descriptor == 0:
+                    return None
+                if descriptor == self.wake:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self.wake, 4096)
+                elif descriptor == self.listener.fileno():
+                    begun = self._begin()
+                    if begun is not None:
+                        return begun
+                else:
+                    self._pass_on(descriptor)
+            self._reap()
+            self._answer()
+
+    def _begin(self) -> tuple[list[str], Any] | None:
+        client, _ = self.listener.accept()
+        _, ancillary, _, _ = client.recvmsg(10, socket.CMSG_SPACE(4 * 4))
+        descriptors = array.array("i", ancillary[0][2] if ancillary else b"")
+        if len(descriptors) < 4:  # the client was killed
+            client.close()
+            return None
+        stdin, stdout, stderr, request = descriptors
+        size = os.fstat(request).st_size
+        words, environment, folder, umask, ignored = marshal.loads(os.pread(request, size, 0))
+        os.close(request)
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            processes = sys.modules["allhands.launch.processes"]
+            os.setsid()
+            processes.die_with_parent(parent)
+            _forget_handlers(ignored)
+            for number, end in enumerate((stdin, stdout, stderr)):
+                os.dup2(end, number)
+            for end in {stdin, stdout, stderr, self.wake, self.wake_end} - {0, 1, 2}:
+                os.close(end)
+            for one in (client, self.listener, *(call.client for call in self.calls.values())):
+                one.close()
+            os.umask(umask)
+            _enter(environment, folder)
+            return words, _spare_agent()
+        for end in (stdin, stdout, stderr):
+            os.close(end)
+        self.calls[pid] = _Call(client)
+        self.poll.register(client, select.POLLIN)
+        return None
+
+    def _pass_on(self, descriptor: int) -> None:
+        pid, call = next(
+            (pid, call) for pid, call in self.calls.items() if call.client.fileno() == descriptor
+        )
+        data = call.client.recv(10)
+        if call.status is None:
+            os.kill(pid, int(data) if data else signal.SIGKILL)
+        if not data:
+            self.poll.unregister(descriptor)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid in self.calls:
+                self.calls[pid].status, self.calls[pid].ended_at = status, time.monotonic()
+
+    def _answer(self) -> None:
+        """Tell the clients whose scripts have ended, with all that they started. What is left while
+        others run is the business of the last one."""
+        ended = {pid: call for pid, call in self.calls.items() if call.status is not None}
+        if not ended:
+            return
+        if len(ended) == len(self.calls):
+            processes = sys.modules["allhands.launch.processes"]
+            left = processes.children(os.getpid())
+            since = max(call.ended_at for call in ended.values())
+            if left and time.monotonic() < since + _GRACE_S:
+                return
+            if left:
+                self._end_what_is_left(left)
+        for pid, call in ended.items():
+            with contextlib.suppress(OSError):
+                call.client.send(b"%d" % call.status)
+            with contextlib.suppress(KeyError):
+                self.poll.unregister(call.client)
+            call.client.close()
+            del self.calls[pid]
+
+    def _end_what_is_left(self, pids: list[int]) -> None:
+        for pid in pids:
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                with open(self.left, "ab") as file:
+                    file.write(b"%d %s\n" % (pid, words[:150]))
+
+
+def _forget_handlers(ignored: list[str]) -> None:
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for name in ignored:
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+
+
+def _enter(environment: Mapping[str, str], folder: str) -> None:
+    """Give this process the variables and the folder."""
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.modules["numpy"].random.seed()
+    sys.modules["allhands.compat"].keep_libraries()
+    _set_threads()
+
+
+def _set_threads() -> None:
+    cores = len(os.sched_getaffinity(0))
+    sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS", cores)))
+
+
+# --------------------------------------------------------------------- agents of launched jobs
+
+
+class _ForkedProcess(subprocess.Popen[bytes]):
+    """A child that was forked here, with pipes as its standard streams."""
+
+    def __init__(self, pid: int, stdin: int, stdout: int) -> None:
+        self.pid, self.args, self.returncode = pid, "agent", None  # type: ignore[assignment]
+        self.stdin, self.stdout = os.fdopen(stdin, "wb", 0), os.fdopen(stdout, "rb", 0)
+        self.stderr = None
+        self._waitpid_lock = threading.Lock()
+        self._child_created = True
+
+
+def _spare_agent() -> Any:
+    """Fork what becomes the first agent that this process asks for, before the script has done
+    anything; in the fork this returns True once that is so."""
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    parent = os.getpid()
+    pid = os.fork()
+    processes = sys.modules["allhands.launch.processes"]
+    if pid > 0:
+        there.close()
+        return _give_first_agent(pid, here)
+    here.close()
+    processes.die_with_parent(parent)
+    for name in _FORWARDED:
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    data, ancillary, _, _ = there.recvmsg(10, socket.CMSG_SPACE(4 * 4))
+    if not data:
+        os._exit(0)
+    stdin, stdout, stderr, request = array.array("i", ancillary[0][2])
+    size = os.fstat(request).st_size
+    environment, folder = marshal.loads(os.pread(request, size, 0))
+    os.setsid()
+    processes._prctl(processes._PR_SET_PDEATHSIG, 0)
+    for name in _FORWARDED:
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
+    for number, end in enumerate((stdin, stdout, stderr)):
+        os.dup2(end, number)
+    for end in {stdin, stdout, stderr, request} - {0, 1, 2}:
+        os.close(end)
+    there.close()
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    return True
+
+
+def _give_first_agent(pid: int, spare: socket.socket) -> None:
+    from allhands.launch import idle_agents, join_client, local
+    from allhands.launch.handle import AgentHandle
+
+    plain = local.start_agent
+
+    @functools.wraps(plain)
+    def start_agent(env: Mapping[str, str | None] | None = None) -> Any:
+        for module in users:
+            module.start_agent = plain  # type: ignore[attr-defined]
+        merged = {**os.environ, **(env or {})}
+        request = os.memfd_create("request", os.MFD_CLOEXEC)
+        variables = {name: value for name, value in merged.items() if value is not None}
+        os.write(request, marshal.dumps((variables, os.getcwd())))
+        (stdin, requests), (events, stdout) = os.pipe(), os.pipe()
+        descriptors = array.array("i", [stdin, stdout, 2, request])
+        spare.sendmsg([b"begin"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
+        spare.close()
+        for end in (stdin, stdout, request):
+            os.close(end)
+        process = _ForkedProcess(pid, requests, events)
+        return AgentHandle(process, host=os.uname().nodename, local=True)
+
+    users: tuple[types.ModuleType, ...] = (local, idle_agents, join_client)
+    for module in users:
+        module.start_agent = start_agent  # type: ignore[attr-defined]
+
+
+def _serve_as_agent() -> None:
+    from allhands.launch import agent
+
+    prepare = agent.set_up
+
+    def set_up(*args: Any) -> dict[str, Any]:
+        told = prepare(*args)
+        _set_threads()
+        return told
+
+    agent.set_up = set_up
+    agent.main()
+
+
+# ------------------------------------------------------------------------------- the script
+
+
+def _run(words: list[str]) -> None:
+    from allhands.launch import worker
+
+    program, *rest = words
+    sys.orig_argv = words
+    safe = rest[:1] == ["-P"]
+    rest = rest[1:] if safe else rest
+    if program != PYTHON:
+        worker.run_script(program, rest)
+    elif rest[0] == "-m":
+        worker._run_module(rest[1], rest[2:])
+    elif rest[0] == "-c":
+        sys.argv = ["-c", *rest[2:]]
+        if not safe:
+            sys.path.insert(0, "")
+        main = worker._main_module(__loader__=None, __spec__=None)
+        exec(compile(rest[1], "<string>", "exec", dont_inherit=True), main.__dict__)
+    else:
+        worker.run_script(rest[0], rest[1:])
+
+
+def _without_ours(trace: types.TracebackType | None) -> types.TracebackType | None:
+    ours = (__file__, sys.modules["allhands.launch.worker"].__file__)
+    while trace is not None and trace.tb_frame.f_code.co_filename in ours:
+        trace = trace.tb_next
+    return trace
+
+
+def main() -> None:
+    """The server; a fork goes on from here with the script."""
+    del sys.path[0]  # the folder of this file
+    folder = os.environ.pop(_FOLDER)
+    gc.disable()
+    for name in _PRELOAD:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+    from allhands.launch import processes
+
+    processes.adopt_orphans()
+    server = _Server(folder)
+    os.write(1, b"ready\n")
+    begun = server.serve()
+    if begun is None:
+        return
+    words, is_agent = begun
+    # What the script starts by it finds torch imported too.
+    sys.executable = os.path.join(folder, "bin", "python")
+    if is_agent:
+        _serve_as_agent()
+        os._exit(0)
+    _end_after(words)
+
+
+def _end_after(words: list[str]) -> None:
+    """Run the script and end with its code, as a launched worker does: exit handlers run, and the
+    interpreter, with all that the server has imported, is not taken down."""
+    from allhands.launch import worker
+
+    code, number = 0, None
+    try:
+        _run(words)
+    except SystemExit as leave:
+        if not isinstance(leave.code, int | None):
+            print(leave.code, file=sys.stderr)
+        code = leave.code & 0xFF if isinstance(leave.code, int) else int(leave.code is not None)
+    except BaseException as error:
+        error.__traceback__ = _without_ours(error.__traceback__)
+        sys.excepthook(type(error), error, error.__traceback__)
+        code, number = 1, signal.SIGINT if isinstance(error, KeyboardInterrupt) else None
+    worker._end(code, number)
+
+
+if __name__ == "__main__":
+    main()
