@@ -85,6 +85,7 @@ def together(lost: int | None, with_copy: bool = True) -> Any:
         if len(x):
             loss_of(model, x).backward()
         exchange.exchange_all(len(x), len(x), None, False)
+        exchange.after_step(len(x))
 
     for step in range(STEPS):
         parts = [(batch(step, number),) for number in sorted(replicas.held)]

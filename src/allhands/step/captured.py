@@ -305,13 +305,14 @@ class _CapturedStep:
         ]
         self._inputs = [leaf for leaf in static if isinstance(leaf, torch.Tensor)]
         self._observed: list[tuple[Any, ...]] = []
+        self._counted = 0.0
         batches = pytree.tree_unflatten(static, tree)
 
         def function() -> None:
             self._observed.clear()
             observe, take.observe = take.observe, lambda *values: self._observed.append(values)
             try:
-                take(batches, *step)
+                self._counted = take.compute(batches, *step)
             finally:
                 take.observe = observe
 
@@ -331,6 +332,7 @@ class _CapturedStep:
                 take.observe(_copy(output), _copy(target), *measured)
             else:
                 take.observe(output, target, *measured)
+        take.exchange.after_step(self._counted)
 
 
 def _address(parameter: Any) -> int:

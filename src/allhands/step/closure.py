@@ -41,7 +41,7 @@ class ClosureStep(OptimizerStep):
 
     def _compute(self) -> None:
         self._sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
-        super().__call__(*self._given)
+        self.compute(*self._given)
 
     def _observe(
         self, output: Any, target: Any, loss: torch.Tensor, factor: float, count: Any

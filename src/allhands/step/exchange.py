@@ -129,6 +129,13 @@ class Exchange:
         """Optimizer steps follow: parameters may have been frozen, unfrozen or replaced, and what
         evaluation and saving have put aside is taken up again."""
 
+    def after_step(self, own: float) -> None:
+        """A step was taken, or replayed: what is not captured with it follows.
+
+        Args:
+            own: what this rank's losses have counted in it.
+        """
+
     def finish(self, lost: bool = False) -> None:
         """Leave what `begin` has opened.
 

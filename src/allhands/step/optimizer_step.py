@@ -15,7 +15,7 @@ from allhands.step.exchange import Exchange, Forward, Passes, Placement
 from allhands.step.loss import Criterion, LossRule, NonFiniteLossError
 from allhands.step.mean_check import leaves_of, map_known
 from allhands.step.modes import evaluation_mode
-from allhands.step.over_batch import WholeBatch
+from allhands.step.over_batch import WholeBatch, slopes_of
 from allhands.step.precision import Precision
 from allhands.step.step_failures import explain, raise_on_all, spoil, stop_together
 from allhands.step.update import update_function
@@ -111,6 +111,12 @@ class OptimizerStep:
             total: samples in the global batch, over all ranks.
             idle: some rank has no micro-batch in this step.
         """
+        self.exchange.after_step(self.compute(batches, counts, total, idle))
+
+    def compute(
+        self, batches: Sequence[Any], counts: Sequence[int], total: int, idle: bool
+    ) -> float:
+        """What of a step can be captured; returns what this rank's losses count."""
         for parameter in self.parameters:
             parameter.grad = None
         whole = total
@@ -151,8 +157,7 @@ class OptimizerStep:
         if self.after_backward:
             if self.before_first_update is not None:
                 self._look_once(counts)
-            self._exchange_all(failed or self._failed, own, total)
-            return
+            return self._exchange_all(failed or self._failed, own, total)
         if self.several:
             self.exchange.complete(idle, failed is not None)
         if self.several and self.world.device.type == "cpu":
@@ -164,6 +169,7 @@ class OptimizerStep:
         if self.before_update is not None:
             self.before_update()
         self._update()
+        return own
 
     def _look_once(self, counts: Sequence[int]) -> None:
         look, self.before_first_update = self.before_first_update, None
@@ -227,15 +233,7 @@ class OptimizerStep:
                 self._observe(output, target, loss, count, count)
             scaler, loss = self.precision.scaler, loss * weight
             (loss if scaler is None else scaler.scale(loss)).backward()
-        given = iter(
-            [leaf.grad for output, _ in parts for leaf in leaves_of(output) if leaf.requires_grad]
-        )
-        for leaves, count in zip(outputs, counts, strict=True):
-            slopes = [(next(given) if count else None) for _ in leaves]
-            slopes = [
-                torch.zeros_like(leaf) if slope is None else slope
-                for leaf, slope in zip(leaves, slopes, strict=True)
-            ]
+        for leaves, slopes in slopes_of(outputs, [output for output, _ in parts], counts):
             with self.exchange.no_exchange(), self.label("backward"):
                 torch.autograd.backward(leaves, slopes)
 
@@ -352,7 +350,7 @@ class OptimizerStep:
         # When nothing at all counts, every loss is a sum over nothing, 0, and so is its gradient.
         scale_gradients(self.parameters, torch.where(items > 0, total / items, 0.0))
 
-    def _exchange_all(self, failed: NonFiniteLossError | None, own: float, total: float) -> None:
+    def _exchange_all(self, failed: NonFiniteLossError | None, own: float, total: float) -> float:
         missing = False
         if failed is not None and self.alone:
             raise failed  # nobody waits for this rank's part of the step
@@ -376,6 +374,7 @@ class OptimizerStep:
             if self.before_update is not None:
                 self.before_update()
             self._update()
+        return own
 
     def _first_loss(self, output: Any, target: Any) -> torch.Tensor:
         """The first losses, looked at; later ones have the same form and are not."""

@@ -4,7 +4,7 @@ the loss is computed."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -120,6 +120,31 @@ class WholeBatch:
             elif heads[rank][2]:
                 pieces.append(_read(messages[rank], form, heads[rank][2]))
         return [torch.cat(column) for column in zip(*pieces, strict=True)] if own else []
+
+
+def slopes_of(
+    outputs: Sequence[Sequence[torch.Tensor]], computed: Sequence[Any], counts: Sequence[int]
+) -> Iterator[tuple[Sequence[torch.Tensor], list[torch.Tensor]]]:
+    """The tensors in each micro-batch's output that need gradients, and these.
+
+    Args:
+        outputs: such tensors by micro-batch.
+        computed: copies of the outputs, in which the loss has left gradients, of the micro-batches
+            that count.
+        counts: samples in each micro-batch.
+    """
+    given = iter(
+        [leaf.grad for output in computed for leaf in leaves_of(output) if leaf.requires_grad]
+    )
+    for leaves, count in zip(outputs, counts, strict=True):
+        slopes = [(next(given) if count else None) for _ in leaves]
+        yield (
+            leaves,
+            [
+                torch.zeros_like(leaf) if slope is None else slope
+                for leaf, slope in zip(leaves, slopes, strict=True)
+            ],
+        )
 
 
 def _read(

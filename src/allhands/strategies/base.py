@@ -170,7 +170,7 @@ class Strategy(ABC):
         None where they can."""
         return (
             f"strategy '{self.name}' is not among those whose steps are captured ('single', "
-            "'ddp', 'fsdp' and 'tensor')"
+            "'ddp', 'fsdp', 'tensor' and 'local_sgd')"
         )
 
     @abstractmethod

@@ -154,6 +154,9 @@ class LocalSGD(LocalSGDSettings, Strategy):
     def compiled(self, workers: int) -> str | None:
         return "model"
 
+    def capture_refused(self, model: nn.Module, world: World) -> str | None:
+        return None
+
     def bind(
         self,
         model: nn.Module,

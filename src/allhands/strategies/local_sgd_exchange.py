@@ -128,12 +128,14 @@ class LocalSGDExchange(Exchange):
             if clip_norm is not None:
                 nn.utils.clip_grad_norm_(weights.parameters, clip_norm)
             self._update()
-        mark_stepped(weights.optimizer)
-        for part in weights.parts:
+        return True
+
+    def after_step(self, own: float) -> None:
+        mark_stepped(self.own.optimizer)
+        for part in self.own.parts:
             part.seen += own
         if self.replicas is None:
             self._end_step()
-        return True
 
     def _end_step(self) -> None:
         """This rank's own steps are taken: exchange what is due after this one."""
