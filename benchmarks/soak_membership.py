@@ -206,6 +206,7 @@ def soak(
     seconds: float,
     every: int,
     shards: int,
+    leaves: int,
     limit: float,
     keep: str | None,
 ) -> dict[str, Any]:
@@ -233,10 +234,15 @@ def soak(
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
-            leaves, least = (0, workers) if shards else (workers - 2, 2)
-            done = disturb(job, together, draw, events, gap, leaves, seconds, least, limit)
-        if keep:
-            shutil.copytree(together, keep, dirs_exist_ok=True)
+            least = workers if shards else 2
+            most_leave = 0 if shards else min(leaves, workers - 2)
+            try:
+                done = disturb(job, together, draw, events, gap, most_leave, seconds, least, limit)
+            finally:
+                job.terminate()
+                job.wait()
+                if keep:
+                    shutil.copytree(together, keep, dirs_exist_ok=True)
         said = (together / "log").read_text(errors="replace")
         waits = [
             float(line.rpartition("(")[2].removesuffix(" s)"))
@@ -298,6 +304,7 @@ def main() -> None:
     )
     parser.add_argument("--every", type=int, default=0, help="steps between exchanges (local_sgd)")
     parser.add_argument("--shards", type=int, default=0, help="of each of two copies (a mesh)")
+    parser.add_argument("--leaves", type=int, default=100, help="at most, of those that leave")
     parser.add_argument("--limit", type=float, default=7200.0, help="seconds, no events after them")
     parser.add_argument("--keep", help="a folder for what the job has written")
     parser.add_argument("--save", help="name of a file of results")
@@ -312,6 +319,7 @@ def main() -> None:
         given.seconds,
         given.every,
         given.shards,
+        given.leaves,
         given.limit,
         given.keep,
     )

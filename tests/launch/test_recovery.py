@@ -350,7 +350,8 @@ def test_one_that_is_interrupted_as_it_joins_is_started_again(text: str, starts:
     members = stage.recovery.members
     stage.workers[1].note("exit", {"signal": 9, "own": True}, 1.0)
     stage.recovery.act()
-    members.take_up(0, 1)
+    members.take_up(0, 1, repeated=True)
+    stage.recovery.act()
     members.ask_to_join(1)
     assert members.ranks == [0, 1]
     assert not members.trains(1)
@@ -359,8 +360,42 @@ def test_one_that_is_interrupted_as_it_joins_is_started_again(text: str, starts:
     worker.note("raised", {"value": {"text": text}}, 1.0)
     worker.note("exit", {"code": 1, "own": True}, 1.0)
     stage.recovery.act()
+    members.take_up(0, members.epoch, repeated=True)
+    stage.recovery.act()
     assert any(asked["op"] == "again" for asked in stage.sent) == starts
     assert not stage.recovery.blamed()
+
+
+def test_a_lost_worker_starts_once_the_others_have_repeated_what_was_interrupted() -> None:
+    stage = Stage((), elastic=True, max_restarts=9)
+    stage.workers[1].note("exit", {"signal": 9, "own": True}, 1.0)
+    stage.recovery.act()
+    stage.recovery.members.take_up(0, 1)
+    stage.recovery.act()
+    assert [asked["op"] for asked in stage.sent] == ["publish"]
+    stage.recovery.members.take_up(0, 1, repeated=True)
+    stage.recovery.act()
+    stage.recovery.act()
+    assert [asked["op"] for asked in stage.sent] == ["publish", "again"]
+
+
+def test_it_starts_without_them_where_they_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("allhands.launch.recovery._START_BY_S", 0.0)
+    stage = Stage((), elastic=True, max_restarts=9)
+    stage.workers[1].note("exit", {"signal": 9, "own": True}, 1.0)
+    stage.recovery.act()
+    assert [asked["op"] for asked in stage.sent] == ["publish", "again"]
+
+
+def test_those_that_are_left_are_told_that_nobody_goes_on() -> None:
+    stage = Stage((), elastic=True, max_restarts=9)
+    stage.recovery.members.lay_out(2, 1)
+    stage.workers[1].note("exit", {"signal": 9, "own": True}, 1.0)
+    stage.recovery.act()
+    stage.recovery.act()
+    told = [asked["key"] for asked in stage.sent if asked["op"] == "publish"]
+    assert told == ["attempt0/elastic/over"]
+    assert [worker.rank for worker in stage.recovery.blamed()] == [1]
 
 
 @pytest.mark.parametrize(

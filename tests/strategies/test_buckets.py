@@ -4,6 +4,7 @@ gloo workers."""
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +14,11 @@ import torch.distributed as dist
 from torch import nn
 
 import allhands
-from allhands import DDP, UserError
+from allhands import DDP, UserError, WorldError
 from allhands.runner import training
 from allhands.step import CapturedSteps
 from allhands.strategies.buckets import Buckets, _grouped
+from allhands.world import connections, group
 from tests.reference import global_batches, relative_difference, train_by_hand
 from tests.strategies.test_ddp import check_counted_trainings, counted_trainings, slopes, train
 from tests.worlds import in_world
@@ -233,6 +235,33 @@ def test_a_gradient_that_is_made_again_after_it_was_exchanged_is_refused() -> No
     for message in in_world(2, made_twice):
         assert "the gradient of 'weight' was made again after it was exchanged" in message
         assert "use_reentrant=False" in message
+
+
+def aborted_meanwhile() -> str:
+    world, state = allhands.current_world(), group.state()
+    assert world is not None
+    assert state is not None
+    os.environ[connections.ELASTIC] = "1"
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    aborted: list[bool] = []
+    state.is_aborted = lambda: bool(aborted)
+    buckets = Buckets([("first", first), ("second", second)], world)
+    try:
+        (first * second).sum().backward()
+        buckets.finish()
+        aborted.append(True)
+        (first * second).sum().backward()
+    except WorldError as error:
+        return str(error)
+    finally:
+        del os.environ[connections.ELASTIC]
+        buckets.close()
+    return ""
+
+
+def test_a_backward_pass_ends_once_the_group_is_aborted() -> None:
+    for message in in_world(1, aborted_meanwhile):
+        assert "the process group was aborted, as a worker is lost" in message
 
 
 def test_buckets_are_cut_where_they_are_full_and_have_one_dtype() -> None:

@@ -1,14 +1,18 @@
-"""A process ends where an operation of a group that was aborted does not."""
+"""What a process reads of the memberships; and it ends where an operation of a group that was
+aborted does not."""
 
 from __future__ import annotations
 
+import json
 import threading
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from allhands.world import regroup
-from allhands.world.regroup import Regrouping
+from allhands.world.regroup import KEY, OVER_KEY, Regrouping
 from tests.timeouts import patience
 
 
@@ -47,3 +51,28 @@ def test_one_that_is_in_the_users_code_does_not(monkeypatch: pytest.MonkeyPatch)
     work.start()
     assert _stuck(work, threading.Event(), 4.0) == []
     over.set()
+
+
+def _reading(**memberships: dict[str, Any]) -> Regrouping:
+    """A process that was started as rank 0, and is in membership 0."""
+    regrouping = Regrouping.__new__(Regrouping)
+    regrouping.epoch, regrouping._own, regrouping.outside = 0, 0, False
+    regrouping._store = HashStore()
+    for number, change in memberships.items():
+        regrouping._store.set(f"{KEY}/{number.removeprefix('m')}", json.dumps(change))
+    return regrouping
+
+
+def test_one_that_waits_for_a_membership_hears_that_nobody_goes_on() -> None:
+    regrouping = _reading()
+    threading.Timer(0.3, lambda: regrouping._store.set(OVER_KEY, "killed by SIGKILL")).start()
+    assert regrouping.newest(float("inf")) is None
+
+
+def test_workers_that_wait_to_join_are_no_loss() -> None:
+    joined = {"members": [0, 1, 2], "joined": [2]}
+    lost = {"members": [0], "lost": ["rank 1: killed by SIGKILL"]}
+    assert not _reading().has_lost()
+    assert not _reading(m1=joined).has_lost()
+    assert _reading(m1=lost).has_lost()
+    assert _reading(m1=joined, m2=lost).has_lost()

@@ -25,6 +25,8 @@ class ElasticMembers:
     def __init__(self, publish: Callable[[str, str], None]) -> None:
         self._publish = publish
         self.epoch = self._taken = 0
+        #: The last change in which they have repeated what a loss had interrupted.
+        self.repeated = 0
         self.ranks: list[int] = []
         self._size = 0
         self._waiting: list[int] = []
@@ -40,7 +42,7 @@ class ElasticMembers:
     def begin(self, ranks: Sequence[int], spares: Sequence[int]) -> None:
         """The workers start anew; `spares` are started too, and take part once one is missing."""
         self.ranks = [rank for rank in ranks if rank not in spares]
-        self.epoch = self._taken = 0
+        self.epoch = self._taken = self.repeated = 0
         self._size = len(self.ranks)
         self._spares, self._added = set(spares), set()
         self._waiting, self._just_joined, self._lost, self._new = [], [], [], set()
@@ -120,9 +122,12 @@ class ElasticMembers:
         self._waiting.append(rank)
         self._take_in()
 
-    def take_up(self, rank: int, epoch: int) -> None:
-        """A worker trains as the change of this number says."""
+    def take_up(self, rank: int, epoch: int, repeated: bool = False) -> None:
+        """A worker trains as the change of this number says, and has perhaps repeated what was
+        interrupted."""
         self._new.discard(rank)
+        if repeated:
+            self.repeated = max(self.repeated, epoch)
         if epoch > self._taken:
             self._taken = epoch
             if self.is_taken_up:

@@ -20,8 +20,11 @@ from allhands.launch.output import Output
 from allhands.launch.plan import SERVER_RESTART, WORKER_RESTART
 from allhands.launch.worker_report import Worker, describe_excused
 from allhands.world.group import JOINS
-from allhands.world.regroup import STOP_KEY
+from allhands.world.regroup import OVER_KEY, STOP_KEY
 
+# Seconds after a loss for which a worker is not started, as the others repeat what was interrupted:
+# starting it takes a core for as long as a step may take.
+_START_BY_S = 5.0
 # Seconds for workers that are too few to make their world, before they are told to end.
 _LAST_REGROUPING_S = 60.0
 # What may follow the failure of a worker.
@@ -80,9 +83,13 @@ class Recovery:
         self._tasks: dict[int, Mapping[str, Any]] = {}
         self._excused: dict[int, _Excuse] = {}
         self._counts: dict[int, int] = {}  # how often a process was started again in this attempt
+        # Workers that are to be started again, the change that has told of their loss, and the
+        # latest time.
+        self._to_begin: list[tuple[Worker, AgentHandle, int, float]] = []
         self._missed: Worker | None = None  # without which too few are left
         self._ends_by: float | None = None  # when those are told to end at the latest
         self._ends = False  # the workers were told to end
+        self._over = False  # they were told that nobody goes on
 
     @property
     def may_act(self) -> bool:
@@ -101,8 +108,8 @@ class Recovery:
         started again gets a new entry."""
         self._agents, self._workers, self._output, self._grace = agents, workers, output, grace
         self._tasks = {task["rank"]: task for there in tasks for task in there}
-        self._excused, self._counts = {}, {}
-        self._missed, self._ends_by, self._ends = None, None, False
+        self._excused, self._counts, self._to_begin = {}, {}, []
+        self._missed, self._ends_by, self._ends, self._over = None, None, False, False
         ranks = sorted(rank for rank in self._tasks if rank >= 0)
         self.members.begin(ranks, ranks[len(ranks) - self._spares :])
 
@@ -200,6 +207,7 @@ class Recovery:
             excuse = self._excused.get(rank)
             if excuse is not None and not excuse.settled:
                 self._see_to(worker, agents[rank], excuse)
+        self._begin_those_due()
 
     def should_end(self) -> bool:
         """Whether too few workers are left, and are to be told now to save and end."""
@@ -252,7 +260,11 @@ class Recovery:
 
     def _verdict(self, worker: Worker, agent: AgentHandle) -> str:
         if self.elastic:
-            return self._verdict_in_elastic(worker, agent)
+            then = self._verdict_in_elastic(worker, agent)
+            if then == STOP and not self._over and not self._agents[0].lost:
+                self._over = True  # the others need not wait for another membership
+                self._publish(OVER_KEY, worker.cause())
+            return then
         if worker.is_server:
             needed = any(
                 not self.is_over(other) for other in self._workers.values() if not other.is_server
@@ -334,6 +346,21 @@ class Recovery:
         self._begin_again(worker, agent)
 
     def _begin_again(self, worker: Worker, agent: AgentHandle) -> None:
+        wait = _START_BY_S if self.elastic and self.members.ranks else 0.0
+        self._to_begin.append((worker, agent, self.members.epoch, time.monotonic() + wait))
+
+    def _begin_those_due(self) -> None:
+        for one in list(self._to_begin):
+            worker, agent, change, by = one
+            if self._ends or agent.lost:
+                self._excused[worker.rank].then = CONTINUE
+            elif self.members.repeated < change and time.monotonic() < by:
+                continue
+            else:
+                self._begin(worker, agent)
+            self._to_begin.remove(one)
+
+    def _begin(self, worker: Worker, agent: AgentHandle) -> None:
         rank = worker.rank
         self._counts[rank] = self._counts.get(rank, 0) + 1
         task = self._tasks[rank]

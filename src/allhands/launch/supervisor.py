@@ -340,7 +340,7 @@ class Supervisor(AgentGroup):
         elif kind == "laid_out":
             self.recovery.members.lay_out(*event["value"])
         elif kind == "taken_up":
-            self.recovery.members.take_up(worker.rank, event["value"])
+            self.recovery.members.take_up(worker.rank, *event["value"])
         elif kind == "loaded":
             self._not_loaded.discard(worker.rank)
             if not self._not_loaded and self.on_loaded is not None:

@@ -99,10 +99,10 @@ def lay_out(copy_size: int, copy_runs: int) -> None:
     _report({"laid_out": [copy_size, copy_runs]})
 
 
-def take_up(epoch: int) -> None:
+def take_up(epoch: int, repeated: bool = False) -> None:
     """Tell the launcher of an elastic job that this process trains in the membership of this
-    number."""
-    _report({"taken_up": epoch})
+    number; `repeated`: and has repeated what a loss had interrupted."""
+    _report({"taken_up": [epoch, repeated]})
 
 
 def fail(message: str) -> NoReturn:

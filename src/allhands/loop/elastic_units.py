@@ -89,7 +89,7 @@ class ElasticUnits(ABC):
         """Do a unit, and where members change meanwhile do it `again`; `finish` gives what it has
         counted."""
         self.begin_unit()
-        do = unit
+        do, repeats = unit, False
         while True:
             try:
                 self._within = True
@@ -97,10 +97,13 @@ class ElasticUnits(ABC):
             except (RuntimeError, WorldError) as error:
                 self._within = False
                 if self._recover(error):
+                    worker.take_up(self.regrouping.epoch, repeated=True)
                     return self.progress.result
-                do = again
+                do, repeats = again, True
             else:
                 self.progress.done(result, finish())
+                if repeats:
+                    worker.take_up(self.regrouping.epoch, repeated=True)
                 return result
             finally:
                 self._within = False
@@ -206,7 +209,7 @@ class ElasticUnits(ABC):
                 error = again
                 continue
             break
-        worker.take_up(membership.epoch)
+        worker.take_up(membership.epoch, repeated=error is None)
         self._training.regrouped()
         lost = self.lost_for_good() if membership.lost else ""
         self._log.add(membership, time.monotonic() - began, error is not None, lost)

@@ -12,6 +12,7 @@ from allhands.launch import worker
 from allhands.loop import admission
 from allhands.loop.admission import Terms
 from allhands.world.failure_monitor import leave, print_error
+from allhands.world.membership import SupersededError
 from allhands.world.regroup import Regrouping, began_with
 
 # What PyTorch's errors say where a connection has ended, or a group was aborted.
@@ -87,4 +88,9 @@ def is_loss(error: BaseException, regrouping: Regrouping) -> bool:
     while causes[-1] is not None:  # a pipeline's schedule tells of one in words of its own
         causes.append(causes[-1].__cause__)
     said = " ".join(map(str, causes))
-    return any(sign in said for sign in _SIGNS) or regrouping.changed()
+    # Workers that wait to join are no reason for an error, and come in between two steps alone.
+    return (
+        isinstance(error, SupersededError)
+        or any(sign in said for sign in _SIGNS)
+        or regrouping.has_lost()
+    )

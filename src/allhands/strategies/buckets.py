@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch import nn
 
 from allhands.comm.flat_layout import FlatLayout
-from allhands.errors import UserError
+from allhands.errors import UserError, WorldError
 from allhands.world import World
+from allhands.world.subgroups import aborted_group
 
 CAP_MB = 25.0
 _FIRST_MB = 1.0  # the first bucket is small, so that the exchange begins early
@@ -62,6 +63,7 @@ class Buckets:
         self._works: list[Any] = []
         self._exchanging = True
         self._launched = 0
+        self._is_aborted = aborted_group()
         # A training that fails leaves its parameters to the next one.
         made = weakref.WeakMethod(self._on_gradient)
 
@@ -111,6 +113,8 @@ class Buckets:
             hook.remove()
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
+        if self._is_aborted is not None and self._is_aborted():
+            raise WorldError("the process group was aborted, as a worker is lost")
         if not self._exchanging:
             return
         bucket = self._of[id(parameter)]

@@ -26,10 +26,11 @@ from allhands.world.membership import SupersededError
 from allhands.world.native_threads import destroy_group
 from allhands.world.request import DEFAULT_TIMEOUT
 
-# Of the store's keys: those of the memberships, numbered from 1, the signal that ends the job, and
-# what a worker that joins must have in common with the others.
+# Of the store's keys: those of the memberships, numbered from 1, the signal that ends the job, why
+# nobody goes on after a loss, and what a worker that joins must have in common with the others.
 KEY = "elastic/membership"
 STOP_KEY = "elastic/stop"
+OVER_KEY = "elastic/over"
 TERMS_KEY = "elastic/terms"
 # Seconds for aborting a group, and for an operation that was aborted to end.
 _ABORT_S = 30.0
@@ -87,6 +88,15 @@ class Regrouping:
         """Whether there is a newer membership."""
         return bool(self._store.check([f"{KEY}/{self.epoch + 1}"]))
 
+    def has_lost(self) -> bool:
+        """Whether a newer membership tells of a loss, and not of workers alone that join."""
+        epoch = self.epoch + 1
+        while self._store.check([f"{KEY}/{epoch}"]):
+            if self._read(epoch).lost:
+                return True
+            epoch += 1
+        return False
+
     def job_ends(self) -> bool:
         """Whether a signal was sent to all workers, and not to this one alone."""
         return bool(self._store.check([STOP_KEY]))
@@ -119,7 +129,7 @@ class Regrouping:
         among its members, or apart.
 
         Args:
-            longest: seconds; None is given back after them.
+            longest: seconds; None is given back after them, and once nobody goes on.
 
         Raises:
             WorldError: this process is not among its members any more.
@@ -138,7 +148,8 @@ class Regrouping:
                         f"this process, started as rank {self._own}, was taken for lost, and the "
                         f"others train without it since membership {epoch}"
                     )
-            if time.monotonic() > deadline:
+            over = not self.outside and self._store.check([OVER_KEY])
+            if over or time.monotonic() > deadline:
                 return None
             time.sleep(_LOOK_EVERY)
 
