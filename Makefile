@@ -101,6 +101,7 @@ SECONDS := 60
 EVENTS := 200
 soak-membership: $(DEV)
 	$(BIN)/python benchmarks/soak_membership.py --events $(EVENTS) --workers 4
+	$(BIN)/python benchmarks/soak_membership.py --events 20 --shards 2
 
 soak: $(DEV)
 	$(BIN)/python benchmarks/soak_wire.py $(SECONDS)
