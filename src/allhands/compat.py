@@ -23,6 +23,7 @@ _PRIVATE = {
     "pytree": ("torch.utils", "_pytree"),
     # Sees every operation; what PyTorch's own documentation tells to subclass.
     "TorchDispatchMode": ("torch.utils._python_dispatch", "TorchDispatchMode"),
+    "dispatch_modes": ("torch.utils._python_dispatch", "_get_current_dispatch_mode_stack"),
     # The store of a process group whose messages go nowhere.
     "FakeStore": ("torch.testing._internal.distributed.fake_pg", "FakeStore"),
     # The group of a functional collective, which has only its name.

@@ -42,6 +42,15 @@ def plan(
         ),
     ] = None,
     per_host: Annotated[int, typer.Option("--per-host", help="GPUs of a host.", min=1)] = 8,
+    servers: Annotated[
+        int | None,
+        typer.Option(
+            "--servers",
+            help="Also look at so many parameter servers; default: the run file's.",
+            min=0,
+            show_default=False,
+        ),
+    ] = None,
     measure: Annotated[
         bool,
         typer.Option("--measure", help="Time each operation on the device that is here."),
@@ -101,6 +110,7 @@ def plan(
             "--memory": memory is not None,
             "--link": link is not None,
             "--per-host": per_host != 8,
+            "--servers": servers is not None,
             "--measure": measure,
             "--profile": profile is not None,
             "--plot": plot is not None,
@@ -129,6 +139,7 @@ def plan(
         memory=memory,
         link=link or _measured(profile) or "nvlink+ib400",
         per_host=per_host,
+        servers=getattr(strategy, "servers", None) or 0 if servers is None else servers,
         times=times,
         processes=cores(),
     )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 
-from allhands.compat import TorchDispatchMode
+from allhands.compat import TorchDispatchMode, dispatch_modes
 
 # The operations of torch.distributed and those of its functional collectives, by what they do.
 _KINDS = {
@@ -60,6 +60,10 @@ _OUT_FIRST = frozenset(
 )
 
 
+#: In the place of a group's name, where the peer of a message is a parameter server.
+SERVERS = "servers"
+
+
 @dataclass(frozen=True)
 class Collective:
     """One collective, or one message.
@@ -70,8 +74,9 @@ class Collective:
         payload: bytes: of the whole tensor that all ranks have in the end (all_reduce, all_gather,
             broadcast), or that they have in the beginning (the others).
         size: ranks of the group.
-        group: the name of the group.
-        peer: of a message, the rank in the group that it goes to or comes from; else -1.
+        group: the name of the group, or `SERVERS`.
+        peer: of a message, the rank in the group that it goes to or comes from, or the number of
+            the server; else -1.
         asynchronous: the caller goes on beside it.
     """
 
@@ -103,8 +108,23 @@ class Collective:
         return ways * self.payload * (self.size - 1) / self.size
 
 
+@runtime_checkable
+class CountsTraffic(Protocol):
+    """A dispatch mode that hears of messages which go past torch.distributed."""
+
+    def note(self, transfer: Collective) -> None: ...
+
+
+def tell(transfer: Collective) -> None:
+    """Tell whoever counts in this thread of a message that goes past torch.distributed."""
+    for mode in dispatch_modes():
+        if isinstance(mode, CountsTraffic):
+            mode.note(transfer)
+
+
 class TrafficCounter(TorchDispatchMode):
-    """Within, the collectives of this thread, and of its backward passes, are counted.
+    """Within, the collectives of this thread, and of its backward passes, are counted, and what
+    this thread sends to parameter servers and gets from them.
 
     Attributes:
         transfers: those of groups of several ranks, in their order.
@@ -113,6 +133,9 @@ class TrafficCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.transfers: list[Collective] = []
+
+    def note(self, transfer: Collective) -> None:
+        self.transfers.append(transfer)
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

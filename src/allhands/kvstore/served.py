@@ -68,6 +68,16 @@ class ServedStore(ServedSteps):
         pending = PendingReply(
             sum(len(self._pieces[name]) for name in names) if outs is not None else 0
         )
+        self._tell(
+            "send",
+            (
+                (one.server, (encoded.get(one.number, flat[name][one.start : one.stop])).nbytes)
+                for name in names
+                for one in self._pieces[name]
+            ),
+        )
+        if outs is not None:
+            self._tell_answers(names)
         for order, name in enumerate(names):
             for piece in self._pieces[name]:
                 link = self.links[piece.server]
@@ -316,6 +326,7 @@ class ServedStore(ServedSteps):
         staged = self._staging.room({name: out})
         pieces = self._pieces[name]
         pending = PendingReply(len(pieces))
+        self._tell_answers([name])
         for piece in pieces:
             link = self.links[piece.server]
             link.targets[piece.number] = (staged[name][piece.start : piece.stop], pending)

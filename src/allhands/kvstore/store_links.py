@@ -17,6 +17,7 @@ from typing import Any, Self
 import torch
 
 from allhands.comm.codecs import Codec
+from allhands.comm.traffic import SERVERS, Collective, tell
 from allhands.errors import UserError, WorldError
 from allhands.kvstore.chunk_compression import ChunkCompressor
 from allhands.kvstore.credentials import key as server_key
@@ -38,7 +39,9 @@ START_TIMEOUT = 300.0
 
 
 class StoreLinks(KVStore):
-    """The connections of a store to its servers.
+    """The connections of a store to its servers. Whoever counts traffic is told of the values in
+    both directions, each server's together; between processes of one host they lie in memory that
+    both map.
 
     Args:
         mode: what `create` was given.
@@ -54,6 +57,9 @@ class StoreLinks(KVStore):
     Attributes:
         links: the servers.
     """
+
+    #: What a server is talked to by.
+    link_type: type[ServerLink] = ServerLink
 
     def __init__(
         self,
@@ -98,7 +104,7 @@ class StoreLinks(KVStore):
             "pid": os.getpid(),
         }
         self.links = [
-            ServerLink(index, one, self._wait_state, said, transport)
+            self.link_type(index, one, self._wait_state, said, transport)
             for index, one in enumerate(where)
         ]
         for link in self.links:
@@ -164,6 +170,31 @@ class StoreLinks(KVStore):
         """The pieces of these keys that a server has."""
         own = [(name, one) for name in names for one in self._pieces[name]]
         return [(name, one) for name, one in own if one.server == link.number]
+
+    def _tell(self, kind: str, sizes: Iterable[tuple[int, int]]) -> None:
+        """Tell whoever counts of values that travel: servers and bytes."""
+        by_server: dict[int, int] = {}
+        for server, size in sizes:
+            by_server[server] = by_server.get(server, 0) + size
+        for server, size in sorted(by_server.items()):
+            tell(Collective(kind, size, len(self.links) + 1, SERVERS, server))
+
+    def _tell_answers(self, names: Iterable[str]) -> None:
+        """Likewise of the values of these keys that come."""
+        codecs = [link.down_codec for link in self.links]
+        self._tell(
+            "recv",
+            (
+                (
+                    one.server,
+                    (one.stop - one.start) * self.shapes[name][1].itemsize
+                    if (codec := codecs[one.server]) is None
+                    else codec.nbytes(one.stop - one.start),
+                )
+                for name in names
+                for one in self._pieces[name]
+            ),
+        )
 
     def _share(
         self,

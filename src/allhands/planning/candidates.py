@@ -62,16 +62,21 @@ class Candidate:
         return Degrees(replicate=gpus)
 
 
-def candidates(gpus: int, per_host: int) -> Iterator[Candidate]:
+def candidates(gpus: int, per_host: int, servers: int = 0) -> Iterator[Candidate]:
     """What to look at: each strategy alone, and its products with others where there are several
     hosts.
 
     Args:
         gpus: how many.
         per_host: GPUs of a host, which tensor parallelism stays within.
+        servers: how many parameter servers to look at beside.
     """
     for strategy, lines in _strategies(gpus, per_host):
         yield Candidate(strategy, lines)
+    if servers and gpus > 1:
+        for mode in ("sync", "async"):
+            lines = {"name": "kvstore", "mode": mode, "servers": servers}
+            yield Candidate(KVStore(mode, servers=servers), lines)
 
 
 def _strategies(gpus: int, per_host: int) -> Iterator[tuple[Strategy, dict[str, Any]]]:

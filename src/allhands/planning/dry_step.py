@@ -29,6 +29,7 @@ from allhands.loop.recomputing import recomputing
 from allhands.loop.settings import Data, LoopSettings
 from allhands.loop.task import Objective, Task
 from allhands.planning.cuda_casts import CudaCasts
+from allhands.planning.dry_servers import dry_servers
 from allhands.planning.operation import Operation
 from allhands.planning.step_recorder import (
     BACKWARD,
@@ -132,6 +133,7 @@ def dry_steps(
         world = stack.enter_context(_world(workers, rank, per_host, backend))
         if hasattr(strategy, "degrees_for") and workers > 1:
             strategy.degrees_for(workers).layout(world)
+        stack.enter_context(dry_servers(getattr(strategy, "servers", None) or 0, rank, workers))
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         recorder = StepRecorder(mode)
         model, optimizer, batch = _without_data(workload, mode, on_gpu=backend == "nccl")

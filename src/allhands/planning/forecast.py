@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from allhands.planning.server_load import ServerLoad
 from allhands.planning.timing import StepTime
 
 
@@ -24,6 +25,7 @@ class Prediction:
         limit: bytes of a card.
         note: what the numbers stand for, where that is not one step like all others; else "".
         exact: whether it computes what one process would, up to rounding.
+        servers: of a training with parameter servers, what they hold and carry; else None.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Prediction:
     refused: str = ""
     note: str = ""
     exact: bool = True
+    servers: ServerLoad | None = None
 
     @property
     def peak(self) -> int:
@@ -77,6 +80,7 @@ class Prediction:
             "note": self.note,
             "exact": self.exact,
             "memory": self.memory,
+            "servers": None if self.servers is None else self.servers.to_dict(),
             "sent": self.sent,
             "received": self.received,
             "samples_per_second": self.samples_per_second,

@@ -24,6 +24,7 @@ from allhands.planning.operation_times import OperationTimes
 from allhands.planning.plan_text import text_of
 from allhands.planning.real_steps import correction_of, launch_of
 from allhands.planning.scaling import SIZES, ScalingPlan, scaling
+from allhands.planning.server_load import load_of, without_servers
 from allhands.planning.step_recorder import GroupRanks
 from allhands.planning.timing import (
     CAPTURED_S,
@@ -141,6 +142,7 @@ def plan(
     clip_norm: float | None = None,
     step: str = "auto",
     runner: Any = None,
+    servers: int = 0,
     strategies: Iterable[Candidate] | None = None,
     times: OperationTimes | None = None,
     processes: int = 1,
@@ -167,6 +169,7 @@ def plan(
         per_host: GPUs of a host.
         precision, accumulate, clip_norm, step: as for `train`; what compiling changes is not known.
         runner: calls the model on a batch; None is `SupervisedRunner()`.
+        servers: look at so many parameter servers too, each on a host of its own.
         strategies: what to look at; None takes all that may fit, with layers that are computed
             again where one does not fit otherwise.
         times: of operations on the card; None takes its published peaks.
@@ -182,6 +185,7 @@ def plan(
     """
     check_whole("gpus", gpus)
     check_whole("per_host", per_host)
+    check_whole("servers", servers, 0)
     check_choice("step", step, STEPS)
     chosen, links = card_named(card), links_named(link) if isinstance(link, str) else link
     limit = chosen.memory if memory is None else bytes_of(memory)
@@ -230,7 +234,7 @@ def plan(
         return scaling(look, numbers, per_host, limit, chosen.name, at_once)
 
     at_once = 1 if times.device is not None else processes
-    ways = list(candidates(gpus, per_host) if strategies is None else strategies)
+    ways = list(candidates(gpus, per_host, servers) if strategies is None else strategies)
     seen = in_forked(look_alone, ways, at_once)
     rows = [row for found, _ in seen for row in found]
     by_peaks = sum(count for _, count in seen)
@@ -282,6 +286,7 @@ def _predict(
         return Prediction(candidate.name, lines, {}, None, 0.0, 0.0, samples, limit, str(error))
     fullest = max((step for steps in steps_of_ranks for step in steps), key=lambda step: step.peak)
     own = _beside(times.card, degrees, gpus)
+    servers = load_of(strategy, fullest, workload)
     found, late = [], []
     for kind in zip(*steps_of_ranks, strict=True):  # those of one kind, on each rank
         steps, share = list(kind), kind[0].share
@@ -289,7 +294,12 @@ def _predict(
         if strategy.overlap:
             steps[0], transfers = without_late(steps[0])
             late.append((share, LateExchange.of(transfers, links, places[0])))
+        if servers is not None:
+            steps[0] = without_servers(steps[0])
         seconds = (_cpu_time if on_cpus else _gpu_time)(steps, times, links, places, strategy)
+        if servers is not None:
+            waits = servers.waiting(kind[0], seconds.total, links)
+            seconds = replace(seconds, waiting=seconds.waiting + waits)
         found.append((share, seconds))
     sent, received = max(map(_traffic, steps_of_ranks))
     return Prediction(
@@ -303,6 +313,7 @@ def _predict(
         limit,
         note=_note(steps_of_ranks[0]),
         exact=strategy.exact_for(workload.optimizer, workload.clip_norm),
+        servers=servers,
     )
 
 

@@ -106,7 +106,8 @@ def _note(row: Prediction) -> str:
     """What is to be known of a row beside its numbers."""
     if row.refused:
         return ""
-    notes = [row.note, "" if row.exact else "the result is not that of one process"]
+    servers = "" if row.servers is None else str(row.servers)
+    notes = [row.note, servers, "" if row.exact else "the result is not that of one process"]
     return "; ".join(filter(None, notes))
 
 

@@ -160,6 +160,11 @@ class StepRecorder(TorchDispatchMode):
         self.storages.forget()
         self.events = []
 
+    def note(self, transfer: Collective) -> None:
+        """A message to or from a parameter server."""
+        if self.records:
+            self.events.append((self.phase_now, transfer))
+
     @property
     def phase_now(self) -> str:
         return BACKWARD if self.phase == FORWARD and in_backward() else self.phase
