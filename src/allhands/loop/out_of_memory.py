@@ -56,51 +56,87 @@ def what_takes_less(settings: LoopSettings, batch: Any, world: World, task: Task
 def _planned(
     settings: LoopSettings, batch: Any, samples: int, world: World, task: Task
 ) -> list[str]:
-    """Changes that would fit by their plans, with what they take: of one worker, where a plan sees
-    that the training does not fit. A worker of several cannot plan, as that needs a process of its
-    own."""
-    room, runner = _room(world), task.runner
-    alone = world.world_size == 1 and settings.strategy.name == "single"
-    if not (alone and room and runner is not None and not settings.activation_checkpointing):
+    """Changes that would fit by their plans, with what they take, where a plan sees that the
+    training does not fit. Each rank must hold the whole model under its own names: what has been
+    cut cannot be planned again. Where there are several workers, a process of its own plans."""
+    room, runner, strategy = _room(world), task.runner, settings.strategy
+    whole = strategy.name in ("single", "ddp", "kvstore", "local_sgd")
+    if not (whole and room and runner is not None and not settings.activation_checkpointing):
         return []
-    began = time.monotonic()
     largest = max(zip(batch[0], batch[1], strict=True), key=lambda pair: pair[1])[0]
-    example = map_tensors(largest, lambda tensor: tensor.detach().cpu())
+    given = {
+        "model": settings.model,
+        "criterion": task.criterion,
+        "optimizer": settings.optimizer,
+        "batch": map_tensors(largest, lambda tensor: tensor.detach().cpu()),
+        "precision": settings.precision,
+        "accumulate": settings.accumulate,
+        "clip_norm": settings.clip_norm,
+        "runner": runner,
+    }
+    if world.world_size == 1:
+        return changes_that_fit(given, strategy, 1, samples, room)
+    from allhands.planning.dry_step import meta_copies
+    from allhands.planning.own_process import in_own_process
 
-    def rows(gpus: int = 1, divided: int = 1, **options: Any) -> dict[str, Any]:
+    given["model"], given["optimizer"] = meta_copies(settings.model, settings.optimizer)
+    found: list[str] = in_own_process(
+        changes_that_fit,
+        given,
+        strategy,
+        world.world_size,
+        samples,
+        room,
+        seconds=2 * _PATIENCE_S,
+    )
+    return found
+
+
+def changes_that_fit(
+    given: dict[str, Any], strategy: Strategy, workers: int, samples: int, room: float
+) -> list[str]:
+    """Changes that would fit, the cheapest first; none where the training fits as it is.
+
+    Args:
+        given: the training, as `allhands.plan` takes it.
+        strategy: of the training.
+        workers: how many there are.
+        samples: of a micro-batch.
+        room: bytes of a GPU.
+    """
+    from allhands.planning.candidates import Candidate
+
+    began = time.monotonic()
+    own = strategy.name
+    present = [Candidate(strategy, {"name": own}, again) for again in (False, True)]
+
+    def rows(gpus: int = workers, divided: int = 1, **options: Any) -> dict[str, Any]:
         if time.monotonic() - began > _PATIENCE_S:
             return {}
-        given = {"precision": settings.precision, "accumulate": settings.accumulate, **options}
-        found = public("plan")(
-            model=settings.model,
-            criterion=task.criterion,
-            optimizer=settings.optimizer,
-            batch=_part(example, samples, divided),
-            gpus=gpus,
-            memory=room,
-            clip_norm=settings.clip_norm,
-            runner=runner,
-            **given,
-        )
-        return {row.name: row for row in found.rows if not row.refused}
+        one = {"strategies": present, **given, **options, "gpus": gpus, "memory": room}
+        one["batch"] = _part(given["batch"], samples, divided)
+        return {row.name: row for row in public("plan")(**one).rows if not row.refused}
 
     now = rows()
-    if not now or now["single"].fits:  # something else takes the room
+    if own not in now or now[own].fits:  # something else takes the room
         return []
-    found = [
-        ("activation_checkpointing=True, which computes layers twice", now, "single recompute")
-    ]
+    again = f"{own} recompute"
+    found = [("activation_checkpointing=True, which computes layers twice", now, again)]
+    accumulate = given["accumulate"]
     if samples > 1 and samples % 2 == 0:
-        words = _halved(samples, settings.accumulate)
-        found.append((words, rows(divided=2, accumulate=2 * settings.accumulate), "single"))
+        words = _halved(samples, accumulate)
+        found.append((words, rows(divided=2, accumulate=2 * accumulate), own))
     found.sort(key=lambda one: -_speed(one[1].get(one[2])))
-    if settings.precision == "fp32":
-        words = "precision='bf16', which rounds"
-        found.append((words, rows(precision="bf16"), "single"))
+    if given["precision"] == "fp32":
+        found.append(("precision='bf16', which rounds", rows(precision="bf16"), own))
     changes = [(words, by_name.get(name)) for words, by_name, name in found]
     if sum(row is not None and row.fits for _, row in changes) < _SHOWN:
-        for name, row in sorted(rows(gpus=2).items(), key=lambda one: -_speed(one[1])):
-            changes.append((f"2 GPUs with {name}", row))
+        more = rows(gpus=max(2, workers), strategies=None)
+        for name, row in sorted(more.items(), key=lambda one: -_speed(one[1])):
+            if workers == 1:
+                changes.append((f"2 GPUs with {name}", row))
+            elif name not in (own, again) and row.exact:
+                changes.append((f"{name} in the place of {own}", row))
     return [f"{words} ({_gb(row.peak)})" for words, row in changes if row is not None and row.fits]
 
 

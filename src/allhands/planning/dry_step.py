@@ -347,8 +347,23 @@ def copies(
     workload: Workload, like: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The model and its optimizer with other tensors, which `like` makes of each."""
+    copied, other = _copied(workload.model, workload.optimizer, like)
+    # It lies where it is to be, and cannot be moved.
+    copied.to = lambda *_: copied  # type: ignore[method-assign]
+    return copied, other
+
+
+def meta_copies(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model and its optimizer on the meta device, to be planned elsewhere."""
+    return _copied(model, optimizer, lambda one: torch.empty_like(one, device="meta"))
+
+
+def _copied(
+    model: nn.Module, own: torch.optim.Optimizer, like: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     memo: dict[int, Any] = {}
-    model, own = workload.model, workload.optimizer
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(like(parameter), requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
@@ -361,10 +376,7 @@ def copies(
     other.param_groups = [
         {**group, "params": [memo[id(p)] for p in group["params"]]} for group in own.param_groups
     ]
-    copied = copy.deepcopy(model, memo)
-    # It lies where it is to be, and cannot be moved.
-    copied.to = lambda *_: copied  # type: ignore[method-assign]
-    return copied, other
+    return copy.deepcopy(model, memo), other
 
 
 def _mapped(batch: Any, like: Any) -> Any:
