@@ -19,7 +19,7 @@ import allhands
 from allhands import DDP, DP, FSDP, Callback, Pipeline, SupervisedRunner, Tensor, UserError
 from allhands.launch import spawn
 from allhands.step import compiled
-from allhands.step.compiled import Compiled, compiler_missing
+from allhands.step.compiled import compiler_missing
 from tests.noise import rounding_limit
 from tests.reference import relative_difference
 from tests.worlds import in_world
@@ -48,6 +48,9 @@ class Network(nn.Module):
         self.first = nn.Linear(6, width)
         self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(2))
         self.last = nn.Linear(width, 4)
+
+    def chain(self) -> list[str]:
+        return ["first", "blocks.0", "blocks.1", "last"]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
@@ -185,8 +188,8 @@ def in_two(strategies: list[Any]) -> list[Any]:
 @pytest.mark.serial
 def test_workers_compile_layers_or_the_whole() -> None:
     bound = limit()
-    for rank in in_world(2, in_two, [DDP(), FSDP(), "local_sgd"]):
-        ddp, fsdp, local_sgd = rank
+    for number, rank in enumerate(in_world(2, in_two, [DDP(), FSDP(), "local_sgd", Pipeline()])):
+        ddp, fsdp, local_sgd, pipeline = rank
         for difference, _, graphs in rank:
             assert difference < bound
             assert graphs >= 1
@@ -194,6 +197,7 @@ def test_workers_compile_layers_or_the_whole() -> None:
             "so that gradients are exchanged while others are computed"
         )
         assert local_sgd[1] == [""]
+        assert pipeline[1] == [f"blocks.{number}"]
 
 
 # rare: the test before compiles on workers, and conformance has servers.
@@ -259,14 +263,20 @@ def test_without_a_compiler_it_is_refused_before_the_first_step() -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy", [Pipeline(), Tensor(), DP()], ids=lambda strategy: strategy.name
+    ("strategy", "reason"),
+    [
+        (Pipeline(schedule="zero_bubble"), "takes the backward pass of a layer in two"),
+        (Pipeline(), "the layers in a list are compiled, and the model has none"),
+        (Tensor(), "put together by hooks"),
+        (DP(), "strategy 'dp' is not among those whose models are compiled"),
+    ],
+    ids=["zero_bubble", "pipeline", "tensor", "dp"],
 )
-def test_strategies_that_it_is_not_for(strategy: Any) -> None:
+def test_strategies_that_it_is_not_for(strategy: Any, reason: str) -> None:
     workers = None if strategy.name == "dp" else 2
-    with pytest.raises(
-        UserError, match=f"step='compile' is not for strategy '{strategy.name}'.*write step='auto'"
-    ):
-        train("compile", distributed=strategy, workers=workers)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+    with pytest.raises(UserError, match=rf"step='compile': .*{reason}.*write step='auto'"):
+        train("compile", model=model, distributed=strategy, workers=workers)
 
 
 def test_a_model_that_is_compiled_already() -> None:
@@ -274,10 +284,11 @@ def test_a_model_that_is_compiled_already() -> None:
         train("compile", model=torch.compile(Network()))
 
 
-def test_layers_without_parts_are_compiled_as_one() -> None:
+@needs_compiler
+def test_layers_without_parts_are_compiled_as_one(capfd: pytest.CaptureFixture[str]) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
-    if compiler_missing(CPU) is None:
-        assert list(Compiled(model, True, CPU).modules) == [model]
+    train("compile", model=model, distributed="ddp", workers=2, num_epochs=1)
+    assert "step: the whole model and the loss compiled" in capfd.readouterr().out
 
 
 def test_names_of_the_users_script_are_seen_by_the_compiler(

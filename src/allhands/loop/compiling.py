@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from allhands.errors import UserError
+from allhands.step.blocks import blocks
 from allhands.step.compile_choice import CompileChoice
 from allhands.step.compiled import Compiled, compiler_missing
 
@@ -22,11 +23,12 @@ def check_compiled(settings: LoopSettings, workers: int) -> None:
     any worker is started."""
     if settings.step != "compile":
         return
-    if settings.strategy.compiled(workers) is None:
-        raise UserError(
-            f"step='compile' is not for strategy '{settings.strategy.name}' with {workers} "
-            "workers; write step='auto' (it is for single, ddp, kvstore, local_sgd and fsdp)"
-        )
+    refusal = settings.strategy.compile_refused(workers)
+    only_layers = refusal is None and settings.strategy.compiled(workers) == "only layers"
+    if only_layers and not blocks(settings.model):
+        refusal = "of a pipeline the layers in a list are compiled, and the model has none"
+    if refusal is not None:
+        raise UserError(f"step='compile': {refusal}; write step='auto'")
     if hasattr(settings.model, "_orig_mod"):
         raise UserError(
             "step='compile': the model is one that torch.compile has given already; pass the model "
@@ -53,20 +55,32 @@ def compiling(
         UserError: there is no compiler; on leaving: it has failed.
     """
     asked, world, captured = group.settings.step, group.world, group.captured
+    refused = group.strategy.compile_refused(world.world_size) is not None
     kind = group.strategy.compiled(world.world_size)
-    modules = [call for call in losses if isinstance(call, nn.Module)]
+    layers = [] if kind == "model" else _layers(group)
+    whole = [] if layers or kind == "only layers" else [group.model]
+    criteria = [call for call in losses if isinstance(call, nn.Module)]
 
     def compiled(lenient: bool = False) -> Compiled:
-        return Compiled(group.model, kind == "layers", world.device, modules, lenient)
+        return Compiled([*layers, *whole, *criteria], world.device, lenient)
 
     if asked == "compile":
         made = compiled()
-        say(f"step: {made.what} compiled, at the first step of each shape of a batch")
+        what = ["the whole model"] if whole else [f"its {len(layers)} layers"]
+        what += ["the loss"] if criteria else []
+        say(f"step: {' and '.join(what)} compiled, at the first step of each shape of a batch")
         return made
-    if asked != "auto" or kind is None or captured is None or left is None:
+    if asked != "auto" or refused or captured is None or left is None:
         return nullcontext()
     able = compiler_missing(world.device) is None and not hasattr(group.settings.model, "_orig_mod")
-    layers = sum(bool(module._parameters) for module in group.model.modules())
-    choice = CompileChoice(lambda: compiled(lenient=True), layers, left, world, say, able)
+    count = sum(bool(module._parameters) for module in group.model.modules())
+    choice = CompileChoice(lambda: compiled(lenient=True), count, left, world, say, able)
     captured.choice = choice
     return choice
+
+
+def _layers(group: OptimizerGroup) -> list[nn.Module]:
+    """The layers that have parts, of the outermost lists and sequences of the model; where ranks
+    hold parts of the model, those that are there."""
+    there = dict(group.model.named_modules())
+    return [there[name] for name, _ in blocks(group.settings.model) if name in there]

@@ -35,7 +35,7 @@ def _check_cast(settings: LoopSettings, workers: int) -> None:
             f"precision='bf16-true' casts the weights of a whole model, and strategy "
             f"'{strategy.name}' keeps them in parts; write {instead}"
         )
-    if strategy.compiled(workers) is None:
+    if strategy.compile_refused(workers) is not None:
         raise UserError(
             f"precision='bf16-true' is not for strategy '{strategy.name}'; write precision='bf16'"
         )

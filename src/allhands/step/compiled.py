@@ -19,7 +19,6 @@ from torch import nn
 
 from allhands.compat import has_triton
 from allhands.errors import UserError
-from allhands.step.blocks import blocks
 from allhands.step.guards import where_raised
 
 _FORMS = 16  # of each module: shapes of micro-batches, in training and in evaluation
@@ -68,13 +67,10 @@ class Compiled:
     before it, and dropout draws what it would draw eagerly.
 
     Args:
-        model: what is trained.
-        by_layer: compile each layer that has parts, of the outermost lists and sequences of the
-            model, and leave the rest; without such layers, or with False, the whole model is
-            compiled as one. What is compiled as one gives all gradients of its weights at the end
-            of its backward pass, when no time is left to exchange them behind it.
+        modules: each is compiled for itself. What is compiled as one gives all gradients of its
+            weights at the end of its backward pass, when no time is left to exchange them behind
+            it.
         device: of the model.
-        losses: of modules that compute a loss, each compiled for itself.
         lenient: what the compiler fails at runs as it is.
 
     Raises:
@@ -82,21 +78,12 @@ class Compiled:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        by_layer: bool,
-        device: torch.device,
-        losses: Sequence[nn.Module] = (),
-        lenient: bool = False,
+        self, modules: Sequence[nn.Module], device: torch.device, lenient: bool = False
     ) -> None:
         missing = compiler_missing(device)
         if missing is not None:
             raise cannot_compile(missing)
-        found = [module for _, module in blocks(model)] if by_layer else []
-        self.modules: Sequence[nn.Module] = [*(found or [model]), *losses]
-        self.what = (f"its {len(found)} layers" if found else "the whole model") + (
-            " and the loss" if losses else ""
-        )
+        self.modules = modules
         self._lenient = lenient
         self._stack = ExitStack()
 

@@ -146,10 +146,18 @@ class Strategy(ABC):
         """How many workers to start where nobody says; None leaves it to the machine."""
         return None
 
-    def compiled(self, workers: int) -> str | None:
-        """What ``step="compile"`` compiles with so many workers: "model", as one; "layers", each
-        for itself; None refuses it."""
-        return None
+    def compile_refused(self, workers: int) -> str | None:
+        """Why no model is compiled (``step="compile"``) with so many workers, as the end of a
+        sentence; None where one can be."""
+        return (
+            f"strategy '{self.name}' is not among those whose models are compiled ('single', "
+            "'ddp', 'kvstore', 'local_sgd', 'fsdp' and 'pipeline')"
+        )
+
+    def compiled(self, workers: int) -> str:
+        """What is compiled with so many workers: "model", as one; "layers", each for itself, and
+        the model where it has none; "only layers"."""
+        return "model"
 
     def recomputing_refused(self) -> str | None:
         """Why layers cannot be computed again in the backward pass, as a sentence with what to

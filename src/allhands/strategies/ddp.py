@@ -159,7 +159,10 @@ class DDP(Strategy):
         state = ReplicatedState(module, optimizer, world) if sharded is None else sharded
         return Bound(Placement(model, world, module), exchange, state)
 
-    def compiled(self, workers: int) -> str | None:
+    def compile_refused(self, workers: int) -> str | None:
+        return None
+
+    def compiled(self, workers: int) -> str:
         return "layers" if workers > 1 else "model"
 
     def in_words(self) -> str:

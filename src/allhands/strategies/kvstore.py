@@ -119,8 +119,8 @@ class KVStore(KVStoreSettings, Strategy):
             )
         return None
 
-    def compiled(self, workers: int) -> str | None:
-        return "model"
+    def compile_refused(self, workers: int) -> str | None:
+        return None
 
     def bind(
         self,

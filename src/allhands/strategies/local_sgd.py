@@ -151,8 +151,8 @@ class LocalSGD(LocalSGDSettings, Strategy):
     def replicas(self, workers: int) -> int | None:
         return None if self.regroup_refused() else workers
 
-    def compiled(self, workers: int) -> str | None:
-        return "model"
+    def compile_refused(self, workers: int) -> str | None:
+        return None
 
     def capture_refused(self, model: nn.Module, world: World) -> str | None:
         return None

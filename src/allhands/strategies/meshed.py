@@ -73,10 +73,27 @@ class Meshed(Strategy):
         if degrees.shard > 1 and self.fsdp is not None:
             self.fsdp.check_wrapping(model)
 
-    def compiled(self, workers: int) -> str | None:
+    def compile_refused(self, workers: int) -> str | None:
         degrees = self.degrees_for(workers)
-        if degrees.tp > 1 or degrees.pp > 1:
-            return None
+        if degrees.tp > 1:
+            return (
+                "slices of layers (tp) are put together by hooks, past which the compiler reads "
+                "the weights"
+            )
+        if (
+            degrees.pp > 1
+            and self.pipeline is not None
+            and (self.pipeline.schedule == "zero_bubble")
+        ):
+            return (
+                "schedule='zero_bubble' takes the backward pass of a layer in two, and a compiled "
+                "layer has one; schedule='1f1b' does not"
+            )
+        return None
+
+    def compiled(self, workers: int) -> str:
+        if self.degrees_for(workers).pp > 1:
+            return "only layers"
         return "layers" if workers > 1 else "model"
 
     def capture_refused(self, model: nn.Module, world: World) -> str | None:

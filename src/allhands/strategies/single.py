@@ -27,5 +27,5 @@ class Single(Strategy):
     def capture_refused(self, model: nn.Module, world: World) -> str | None:
         return None
 
-    def compiled(self, workers: int) -> str | None:
-        return "model"
+    def compile_refused(self, workers: int) -> str | None:
+        return None
