@@ -55,8 +55,8 @@ def test_a_runner_s_page(tmp_path: Path) -> None:
     text = check(tmp_path)
     assert "4 optimizer steps, 2 rows of history" in text
     assert "<td>model</td><td>Linear, 6 parameters</td>" in text
-    assert 'aria-label="loss by epoch"' in text
-    assert 'aria-label="accuracy by epoch"' in text
+    assert 'aria-label="loss over epoch"' in text
+    assert 'aria-label="accuracy over epoch"' in text
     assert "peak memory:" in text
     with (tmp_path / "metrics.csv").open(newline="") as file:
         last = list(csv.DictReader(file))[-1]

@@ -12,8 +12,8 @@ from typing import Any
 from allhands.errors import UserError
 from allhands.federated.by_client import BY_CLIENT, MOST_BY_NAME
 from allhands.report import has_matplotlib
-from allhands.report.curves import draw_metric
-from allhands.report.figures import TEXT, fixed_axes, plain
+from allhands.report.curves import metric_picture
+from allhands.report.figures import TEXT, plain
 from allhands.report.history import History
 from allhands.report.page import grid, pairs, picture, pictures, section, wide, write_page
 
@@ -49,16 +49,15 @@ def report(
     """
     if not history.get("round"):
         raise UserError("a report of no round: train at least one before report(history, path)")
-    parts = []
+    parts = [section("Curves", _curves(history))]
     if has_matplotlib():
-        parts.append(section("Curves", _curves(history)))
         if sizes is not None or last is not None:
             parts.append(section("Clients", _clients(sizes, last, names)))
         if last is not None:
             title = f"Devices in round {history['round'][-1] + 1}"
             parts.append(section(title, _schedule(last, names)))
     else:
-        parts.append("<p>Curves need matplotlib: pip install 'allhands[report]'.</p>")
+        parts.append("<p>Other pictures need matplotlib: pip install 'allhands[report]'.</p>")
     if BY_CLIENT in history:
         parts.append(section("Each client", _each(history, sizes)))
     parts.append(section("In sum", pairs(_summary(history))))
@@ -92,16 +91,9 @@ def _curves(history: Mapping[str, Any]) -> str:
     drawn = []
     for kind in kinds:
         of_kind = {name: one for name, one in values.items() if name.split(" ", 1)[1] == kind}
+        loaders = {name.split(" ", 1)[0]: one for name, one in of_kind.items()}
         for label, at in axes.items():
-
-            def draw(figure: Any, kind: str, label: str, at: list[float], of_kind: Any) -> None:
-                curves = {name.split(" ", 1)[0]: one for name, one in of_kind.items()}
-                draw_metric(
-                    fixed_axes(figure)[0], kind, (label, at), curves, whole=label == "round"
-                )
-
-            one = partial(draw, kind=kind, label=label, at=at, of_kind=of_kind)
-            drawn.append(picture(one, (4.6, 3.2), f"{kind} over {label}"))
+            drawn.append(metric_picture(kind, (label, at), loaders, whole=label == "round"))
     return pictures(drawn)
 
 
@@ -163,7 +155,7 @@ def _each(history: Mapping[str, Any], sizes: Sequence[int] | None) -> str:
                 *(str(sum(name in clients for clients in history[key])) for key in columns),
             ]
         )
-    return grid(header, rows) + (_curves_of_each(history, kinds) if has_matplotlib() else "")
+    return grid(header, rows) + _curves_of_each(history, kinds)
 
 
 def _last(column: Sequence[float] | None) -> str:
@@ -185,13 +177,8 @@ def _curves_of_each(history: Mapping[str, Any], kinds: Sequence[str]) -> str:
             for name, own in lists.items()
             if own.get(key)
         }
-
-        def draw(figure: Any, title: str, curves: Any) -> None:
-            draw_metric(fixed_axes(figure)[0], title, ("round", at), curves)
-
         if curves:
-            one = partial(draw, title=title, curves=curves)
-            drawn.append(picture(one, (4.6, 3.2), f"{title} of each client over round"))
+            drawn.append(metric_picture(title, ("round", at), curves))
     return pictures(drawn)
 
 

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from allhands.report.figures import (
     TEXT,
     fixed_axes,
-    has_matplotlib,
     label_below,
     new_figure,
     plain,
     save_figure,
 )
-from allhands.report.page import picture, pictures
+from allhands.report.page import pictures
+from allhands.report.svg_curves import metric_svg, value_bounds
 
 # Of a curve: the places in the table at which something was measured, and what.
 Curve = tuple[list[int], list[float]]
@@ -77,19 +76,27 @@ def curve_pictures(label: str, at: list[float], curves: Mapping[str, Mapping[str
     """A picture for each metric, as a part of a page."""
     if not curves:
         return "<p>Nothing was measured.</p>"
-    if not has_matplotlib():
-        return "<p>Curves need matplotlib: pip install 'allhands[report]'.</p>"
-    drawn = []
-    for name, of_loaders in list(curves.items())[:_PICTURES]:
-
-        def draw(figure: Any, name: str, of_loaders: Mapping[str, Curve]) -> None:
-            draw_metric(fixed_axes(figure)[0], name, (label, at), of_loaders)
-
-        one = partial(draw, name=name, of_loaders=of_loaders)
-        drawn.append(picture(one, (4.6, 3.2), f"{name} by {label}"))
+    shown = list(curves.items())[:_PICTURES]
+    drawn = [metric_picture(name, (label, at), of_loaders) for name, of_loaders in shown]
     left_out = list(curves)[_PICTURES:]
     more = f"<p>Not drawn: {', '.join(left_out)}; see metrics.csv.</p>" if left_out else ""
     return pictures(drawn) + more
+
+
+def metric_picture(
+    name: str,
+    over: tuple[str, Sequence[float]],
+    loaders: Mapping[str, Curve],
+    whole: bool = True,
+) -> str:
+    """What `draw_metric` draws, as a part of a page; takes no matplotlib."""
+    label, places = over
+    curves = {}
+    for loader, curve in loaders.items():
+        rows, values = thinned(*curve)
+        points = [places[row] for row in rows], values
+        curves[loader] = _colour(loader, list(loaders)), points
+    return metric_svg(name, label, curves, _shown(places, whole), whole, _DOTS)
 
 
 def over(unit: str, at: Sequence[float], steps: Sequence[float]) -> tuple[str, list[float]]:
@@ -131,9 +138,8 @@ def draw_metric(
     axes.set_title(name, loc="left", fontweight="bold", color=TEXT, y=1.0, pad=15)
     label_below(axes, label)
     plain(axes, whole)
-    if whole and places:  # a curve of one point, too, lies among all rounds
-        room = max(0.5, 0.03 * (max(places) - min(places)))
-        axes.set_xlim(min(places) - room, max(places) + room)
+    if whole and places:
+        axes.set_xlim(*_shown(places, whole))
     _bounds(axes, [value for _, values in loaders.values() for value in values])
     axes.legend(frameon=False, fontsize=9, labelcolor=TEXT)
 
@@ -157,8 +163,15 @@ def _colour(loader: str, loaders: list[str]) -> str:
     return _COLOURS.get(loader) or _OTHERS[others.index(loader) % len(_OTHERS)]
 
 
+def _shown(places: Sequence[float], whole: bool) -> tuple[float, float]:
+    """The ends of an axis: a curve of one point, too, lies among all whole numbers."""
+    span = max(places) - min(places)
+    room = max(0.5, 0.03 * span) if whole else 0.05 * span or 0.5
+    return min(places) - room, max(places) + room
+
+
 def _bounds(axes: Any, values: list[float]) -> None:
-    """Begin at 0 where nothing is below it and that hides no difference."""
+    """Begin at 0 where `value_bounds` does."""
     finite = [value for value in values if math.isfinite(value)]
-    if finite and min(finite) >= 0 and max(finite) > 3 * min(finite):
+    if finite and value_bounds(finite)[0] == 0:
         axes.set_ylim(bottom=0)

@@ -13,10 +13,8 @@ from typing import Any
 from allhands.errors import UserError
 from allhands.federated.sites.display import StatusTable, said_at
 from allhands.federated.sites.event_log import EventReader
-from allhands.report import has_matplotlib
-from allhands.report.curves import Curve, draw_metric
-from allhands.report.figures import fixed_axes
-from allhands.report.page import as_written, document, grid, paragraph, picture, pictures, section
+from allhands.report.curves import Curve, metric_picture
+from allhands.report.page import as_written, document, grid, paragraph, pictures, section
 from allhands.wire.page_server import Answer, PageServer
 
 _LINES, _ROUNDS = 20, 10
@@ -107,7 +105,7 @@ class RunPage:
         ]
         table = grid(["round", "sites", "seconds", *names], rows)
         late = time.monotonic() - self._drawn_at > _DRAWN_EVERY
-        if has_matplotlib() and len(finished) != self._drawn and late:
+        if len(finished) != self._drawn and late:
             self._curves, self._drawn = _draw(finished), len(finished)
             self._drawn_at = time.monotonic()
         return self._curves + table
@@ -154,10 +152,5 @@ def _draw(finished: Sequence[Mapping[str, Any]]) -> str:
             rows.append(row)
             values.append(value)
 
-    def drawn(kind: str) -> str:
-        def draw(figure: Any) -> None:
-            draw_metric(fixed_axes(figure)[0], kind, ("round", places), kinds[kind])
-
-        return picture(draw, (4.6, 3.0), f"{kind} over round")
-
-    return pictures(map(drawn, kinds))
+    over = "round", places
+    return pictures(metric_picture(kind, over, loaders) for kind, loaders in kinds.items())
