@@ -332,7 +332,8 @@ class _CapturedStep:
                 take.observe(_copy(output), _copy(target), *measured)
             else:
                 take.observe(output, target, *measured)
-        take.exchange.after_step(self._counted)
+        if take.exchange.after_step is not None:
+            take.exchange.after_step(self._counted)
 
 
 def _address(parameter: Any) -> int:

@@ -105,6 +105,8 @@ class Exchange:
         before_update: called there, too, once what `take_step` needs is on this rank.
         take_step: takes the optimizer's step from there on, without a word to another rank; None
             where the optimizer itself does.
+        after_step: called with what this rank's losses have counted when a step was taken, or
+            replayed: what is not captured with it follows.
         notes: lines to print as the training begins.
         goes_on_together: all ranks call `go_on` together.
     """
@@ -118,6 +120,7 @@ class Exchange:
     before_step: Callable[[], None] | None = None
     before_update: Callable[[], None] | None = None
     take_step: Callable[[], None] | None = None
+    after_step: Callable[[float], None] | None = None
     notes: Sequence[str] = ()
     goes_on_together = False
 
@@ -128,13 +131,6 @@ class Exchange:
     def go_on(self) -> None:
         """Optimizer steps follow: parameters may have been frozen, unfrozen or replaced, and what
         evaluation and saving have put aside is taken up again."""
-
-    def after_step(self, own: float) -> None:
-        """A step was taken, or replayed: what is not captured with it follows.
-
-        Args:
-            own: what this rank's losses have counted in it.
-        """
 
     def finish(self, lost: bool = False) -> None:
         """Leave what `begin` has opened.

@@ -89,7 +89,7 @@ class OptimizerStep:
         self._pair_weight: torch.Tensor | None = None
         self._items: Any = 0.0  # what this rank's losses of the step count
         #: Names the parts of a step for whoever records a timeline.
-        self.label: Callable[[str], AbstractContextManager[Any]] = _unlabelled
+        self.label: Callable[[str], AbstractContextManager[Any]] = nullcontext
         #: Called once, before the first update: whether this rank had a sample, and its first loss.
         self.before_first_update: Callable[[bool, float | None], None] | None = None
         self.before_update: Callable[[], None] | None = None  #: called after the exchange
@@ -111,7 +111,9 @@ class OptimizerStep:
             total: samples in the global batch, over all ranks.
             idle: some rank has no micro-batch in this step.
         """
-        self.exchange.after_step(self.compute(batches, counts, total, idle))
+        own = self.compute(batches, counts, total, idle)
+        if self.exchange.after_step is not None:
+            self.exchange.after_step(own)
 
     def compute(
         self, batches: Sequence[Any], counts: Sequence[int], total: int, idle: bool
@@ -444,7 +446,3 @@ class OptimizerStep:
             scaler.apply(self.optimizer)
         else:
             self._apply()
-
-
-def _unlabelled(_: str) -> AbstractContextManager[Any]:
-    return nullcontext()

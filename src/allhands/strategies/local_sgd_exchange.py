@@ -43,6 +43,7 @@ class LocalSGDExchange(Exchange):
         self.replicas = own.replicas = replicas
         if replicas is not None:
             replicas.end_step = self._end_step
+        self.after_step = self._stepped
         self._settings, self.own, self._world = settings, own, own.world
         self._codec = codec_from(settings.compress)
         self._loaded: dict[str, Any] = {}
@@ -130,7 +131,7 @@ class LocalSGDExchange(Exchange):
             self._update()
         return True
 
-    def after_step(self, own: float) -> None:
+    def _stepped(self, own: float) -> None:
         mark_stepped(self.own.optimizer)
         for part in self.own.parts:
             part.seen += own
