@@ -68,7 +68,10 @@ APART = "tests/conformance/"
 # What takes longest comes first, so that none of it is left alone at the end.
 LONGEST = (
     SHARE_WORLDS,
+    "tests/launch/test_elastic.py",
     "tests/cluster/test_sites.py",
+    "tests/cluster/test_elastic.py",
+    "tests/launch/test_elastic_meshes.py",
     "tests/cluster/test_srun.py",
     "tests/walks/test_technician.py",
     "tests/walks/test_engineer.py",

@@ -510,6 +510,28 @@ def _without_ours(trace: types.TracebackType | None) -> types.TracebackType | No
     return trace
 
 
+def _let_threads_go_first() -> None:
+    """Have a script's group wait for its threads before it is destroyed.
+
+    PyTorch joins them with the interpreter's lock held, which one of them may need to free the
+    tensors of the last collective. In a new interpreter that destroys a group, imports let go of
+    the lock first; here all is imported.
+    """
+    import torch.distributed as dist
+
+    from allhands.world.native_threads import wait_until_asleep
+
+    plain = dist.destroy_process_group
+
+    @functools.wraps(plain)
+    def destroy(group: Any = None) -> None:
+        wait_until_asleep()
+        plain(group)
+
+    dist.destroy_process_group = destroy
+    dist.distributed_c10d.destroy_process_group = destroy
+
+
 def main() -> None:
     """The server; a fork goes on from here with the script."""
     del sys.path[0]  # the folder of this file
@@ -517,6 +539,7 @@ def main() -> None:
     gc.disable()
     for name in _PRELOAD:
         importlib.import_module(name)
+    _let_threads_go_first()
     gc.collect()
     gc.freeze()
     gc.enable()

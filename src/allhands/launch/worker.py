@@ -294,6 +294,9 @@ def _end(code: int, number: signal.Signals | None = None) -> NoReturn:
     """
     threading._shutdown()  # type: ignore[attr-defined]
     compat.keep_libraries()
+    threads: Any = sys.modules.get("allhands.world.native_threads")
+    if threads is not None:
+        threads.interpreter_ends = False
     atexit._run_exitfuncs()
     _flush()
     if number is not None:

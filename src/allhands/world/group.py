@@ -28,7 +28,7 @@ from allhands.world.detection import find_environment
 from allhands.world.devices import choose_backend, only_gpu_name, pick_device, visible_gpus
 from allhands.world.layout import Environ, Layout
 from allhands.world.membership import Member, check_places, meet, own_member, place_of
-from allhands.world.native_threads import destroy_group, wait_until_asleep
+from allhands.world.native_threads import destroy_group, let_threads_end
 from allhands.world.request import (
     DEFAULT_TIMEOUT,
     InitRequest,
@@ -201,7 +201,7 @@ def _leave_at_exit() -> None:
     never come to take the group down together."""
     if getattr(sys, "last_type", None) is None:
         finalize()
-    wait_until_asleep()
+    let_threads_end()
 
 
 def _start(request: InitRequest, environ: Environ) -> _State:

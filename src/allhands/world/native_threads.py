@@ -13,6 +13,10 @@ from pathlib import Path
 LONGEST_WAIT_S = 1.0
 
 _FINALIZE_S = 10.0
+_BEFORE_GROUP_S = 0.2
+
+# Whether the interpreter is taken down when this process ends, as by the end of a script.
+interpreter_ends = True
 
 _log = logging.getLogger(__name__)
 _TASKS = Path("/proc/self/task")
@@ -22,9 +26,7 @@ def wait_until_asleep(limit: float = LONGEST_WAIT_S) -> bool:
     """Wait until no other thread of this process runs, or wants to.
 
     A thread of gloo's frees the tensors of a collective after it has told the caller that it is
-    over, and needs the interpreter for that. Where the interpreter ends meanwhile, Python (before
-    3.14) ends the thread in the middle of a destructor, and the process aborts: "terminate called
-    without an active exception", exit code 134. Threads that sleep have nothing left to free.
+    over, and needs the interpreter's lock for that. Threads that sleep have nothing left to free.
 
     Args:
         limit: seconds after which it gives up.
@@ -32,7 +34,7 @@ def wait_until_asleep(limit: float = LONGEST_WAIT_S) -> bool:
     Returns:
         Whether all threads sleep, as far as it can be seen.
     """
-    if sys.version_info >= (3, 14) or not _TASKS.is_dir():
+    if not _TASKS.is_dir():
         return True
     deadline, calm = time.monotonic() + limit, 0
     while calm < 2:
@@ -53,11 +55,24 @@ def _sleeps(task: Path) -> bool:
     return state not in "RD"
 
 
+def let_threads_end() -> None:
+    """Wait for them before the interpreter is taken down, if it is.
+
+    Python (before 3.14) ends a thread that needs the interpreter later in the middle of a
+    destructor, and the process aborts: "terminate called without an active exception", exit code
+    134.
+    """
+    if interpreter_ends and sys.version_info < (3, 14):
+        wait_until_asleep()
+
+
 def destroy_group(backend: str) -> None:
     """Destroy the default process group, within 10 s."""
     import torch.distributed as dist
 
     if backend != "nccl":
+        # It joins gloo's threads with the interpreter's lock held, which one of them may wait for.
+        wait_until_asleep(_BEFORE_GROUP_S)
         dist.destroy_process_group()
         return
     # nccl waits for what is still queued on the GPU, for ever when a peer has gone; a process that
