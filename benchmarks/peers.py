@@ -310,6 +310,25 @@ def planning(found: dict[str, Any]) -> list[Table]:
     return [("bf16, a step of each on H200s", header, rows)]
 
 
+def planning_card(found: dict[str, Any]) -> list[Table]:
+    rows = []
+    for name, row in found["compared"].items():
+        timed = "predicted ms" in row
+        rows.append(
+            [
+                name,
+                f"{row['predicted gib']:.2f}",
+                f"{row['measured gib']:.2f}",
+                f"{100 * (row['memory'] - 1):+.1f} %",
+                f"{row['predicted ms']:,.1f}" if timed else "",
+                f"{row['measured ms']:,.1f}" if timed else "",
+                f"{100 * (row['time'] - 1):+.1f} %" if timed else "",
+            ]
+        )
+    header = ["", "GiB, plan", "measured", "error", "ms, plan", "measured", "error"]
+    return [(f"bf16, a step on one H200, {about(found)}", header, rows)]
+
+
 GROWTH = {  # title, and what a size counts
     "workers": ("Processes under `ddp` on gloo, a linear model of 64 x 64", "workers"),
     "clients": ("Cohorts of 10 out of clients that hold 2 samples each", "clients"),
@@ -379,6 +398,7 @@ def planning_links(found: dict[str, Any]) -> list[Table]:
 MAKERS = {
     "growth": growth,
     "planning_links": planning_links,
+    "planning_card": planning_card,
     "planning": planning,
     "step_overhead": step_overhead,
     "launch": launch,

@@ -115,6 +115,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "mpi": section("mpi_allreduce_*.json"),
     "planning": section("planning.json"),
     "links": section("planning_links.json"),
+    "card": section("planning_card.json"),
     "horovod": section("horovod_[0-9]*.json horovod_h*.json horovod_tensorflow*.json"),
     "federated": section(
         "federated_h*.json federated_devices.json federated_peers.json federated_sites.json "

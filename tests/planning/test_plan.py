@@ -20,6 +20,7 @@ from allhands.planning.machines import card_named
 from allhands.planning.operation_times import (
     OperationTimes,
     read_correction,
+    read_own,
     read_times,
     write_times,
 )
@@ -207,9 +208,12 @@ def test_processors_are_planned_by_real_steps_and_measured_operations(tmp_path: 
     # Neither CUDA nor its libraries take memory there, and gathers hold the thread up.
     assert "CUDA and NCCL" not in by_name["ddp"].memory
     assert by_name["fsdp"].seconds.waiting > by_name["ddp"].seconds.waiting
+    assert set(times.own) == {"fsdp"}
+    assert by_name["fsdp"].seconds.compute > times.own["fsdp"] >= 0
     assert by_name["pipeline"].seconds.bubble > 0
     path = tmp_path / "cpu.json"
     path.write_text('{"links": {"between": {}}}')
     write_times(path, times)
     assert read_correction(path) == times.correction
+    assert read_own(path) == times.own
     assert json.loads(path.read_text())["links"] == {"between": {}}

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from allhands import SupervisedRunner
+from allhands import FSDP, SupervisedRunner
 from allhands.planning import real_steps
 from allhands.planning.dry_step import Workload
-from allhands.planning.real_steps import correction_of, launch_of
+from allhands.planning.real_steps import correction_of, launch_of, own_seconds
 from allhands.planning.step_correction import ALONE, StepCorrection
 
 
@@ -71,6 +71,15 @@ def test_a_correction_by_phase() -> None:
     assert correction("backward", 1.0) == 2.5
     assert correction("update", 1.0) == 1.25
     assert ALONE("forward", 1.0) == 1.0
+
+
+def test_code_of_a_strategy_takes_time_beside_its_operations() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(4)))
+    given = workload(nn.Sequential(model, nn.Linear(8, 4)))
+    # All of it, where operations take nothing, and none where they take all.
+    assert 1e-4 < own_seconds(given, FSDP(), 2, 8, lambda *_: 0.0) < 10
+    assert own_seconds(given, FSDP(), 2, 8, lambda *_: 1.0) == 0
+    assert not torch.distributed.is_initialized()
 
 
 def test_the_host_hands_over_an_operation_in_microseconds() -> None:

@@ -203,6 +203,7 @@ def _times(card: str, measure: bool, profile: Path | None) -> OperationTimes:
         OperationTimes,
         read_correction,
         read_launch,
+        read_own,
         read_times,
     )
     from allhands.planning.step_correction import ALONE
@@ -215,7 +216,7 @@ def _times(card: str, measure: bool, profile: Path | None) -> OperationTimes:
     correction = read_correction(profile) if there and profile is not None else ALONE
     times = OperationTimes(card_named(card), known, device, correction)
     if there and profile is not None:
-        times.launch = read_launch(profile)
+        times.launch, times.own = read_launch(profile), read_own(profile)
     return times
 
 

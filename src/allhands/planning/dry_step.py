@@ -130,9 +130,7 @@ def dry_steps(
     """
     backend = workload.backend
     with ExitStack() as stack:
-        world = stack.enter_context(_world(workers, rank, per_host, backend))
-        if hasattr(strategy, "degrees_for") and workers > 1:
-            strategy.degrees_for(workers).layout(world)
+        world = stack.enter_context(dry_world(strategy, workers, rank, per_host, backend))
         stack.enter_context(dry_servers(getattr(strategy, "servers", None) or 0, rank, workers))
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         recorder = StepRecorder(mode)
@@ -299,8 +297,10 @@ def _held_by_kind(
 
 
 @contextmanager
-def _world(workers: int, rank: int, per_host: int, backend: str) -> Iterator[World]:
-    """A world whose messages go nowhere."""
+def dry_world(
+    strategy: Strategy, workers: int, rank: int, per_host: int, backend: str
+) -> Iterator[World]:
+    """A world for a strategy, whose messages go nowhere."""
     if dist.is_initialized():
         raise UserError(
             "a plan needs a process of its own, and this one is a worker of a world; plan before "
@@ -312,7 +312,7 @@ def _world(workers: int, rank: int, per_host: int, backend: str) -> Iterator[Wor
         sys.excepthook = hook  # PyTorch's would put the rank before every line of an error
     host = min(per_host, workers)
     try:
-        yield World(
+        world = World(
             rank,
             rank % host,
             rank // host,
@@ -322,6 +322,9 @@ def _world(workers: int, rank: int, per_host: int, backend: str) -> Iterator[Wor
             backend if workers > 1 else "none",
             "plan",
         )
+        if hasattr(strategy, "degrees_for") and workers > 1:
+            strategy.degrees_for(workers).layout(world)
+        yield world
     finally:
         if workers > 1:
             dist.destroy_process_group()

@@ -41,6 +41,8 @@ class OperationTimes:
         known: also what was measured since.
         launch: seconds in which the host hands over one operation; None where that was not
             measured.
+        own: seconds of a step that code of a strategy takes on a processor beside its operations,
+            by its name.
         workspaces: bytes that they take while they are computed, of those measured on a GPU.
         by_peaks: how many operations had no measured time.
     """
@@ -56,6 +58,7 @@ class OperationTimes:
         self.known = dict(known or {})
         self.launch: float | None = None
         self.workspaces: dict[str, int] = {}
+        self.own: dict[str, float] = {}
         self.by_peaks = 0
         self.correction = correction
         self._impossible: set[str] = set()
@@ -157,6 +160,12 @@ def read_correction(path: Path) -> StepCorrection:
     return StepCorrection(**{str(key): float(value) for key, value in found.items()})
 
 
+def read_own(path: Path) -> dict[str, float]:
+    """What `write_times` has written of strategies' own code."""
+    found = json.loads(path.read_text(encoding="utf-8")).get("own", {})
+    return {str(name): float(seconds) for name, seconds in found.items()}
+
+
 def read_launch(path: Path) -> float | None:
     """What `write_times` has written of the host; None where it has nothing."""
     found = json.loads(path.read_text(encoding="utf-8")).get("launch")
@@ -171,6 +180,7 @@ def write_times(path: Path, times: OperationTimes) -> None:
     found |= {"device": name, "torch": torch.__version__, "operations": times.known}
     if times.launch is not None:
         found["launch"] = times.launch
+    found["own"] = times.own
     found["workspaces"] = {key: size for key, size in times.workspaces.items() if size}
     found["correction"] = vars(times.correction)
     text = json.dumps(found, indent=1)

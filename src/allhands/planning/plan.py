@@ -22,7 +22,7 @@ from allhands.planning.machines import CPU, Card, Links, bytes_of, card_named, l
 from allhands.planning.measured_links import MeasuredLinks
 from allhands.planning.operation_times import OperationTimes
 from allhands.planning.plan_text import text_of
-from allhands.planning.real_steps import correction_of, launch_of
+from allhands.planning.real_steps import correction_of, launch_of, own_seconds
 from allhands.planning.scaling import SIZES, ScalingPlan, scaling
 from allhands.planning.server_load import load_of, without_servers
 from allhands.planning.step_recorder import GroupRanks
@@ -286,6 +286,8 @@ def _predict(
         return Prediction(candidate.name, lines, {}, None, 0.0, 0.0, samples, limit, str(error))
     fullest = max((step for steps in steps_of_ranks for step in steps), key=lambda step: step.peak)
     own = _beside(times.card, degrees, gpus)
+    if on_cpus and times.device is not None and degrees.tp * degrees.shard > 1 == degrees.pp:
+        times.own[candidate.name] = own_seconds(workload, strategy, gpus, per_host, times.in_step)
     servers = load_of(strategy, fullest, workload)
     found, late = [], []
     for kind in zip(*steps_of_ranks, strict=True):  # those of one kind, on each rank
@@ -297,6 +299,9 @@ def _predict(
         if servers is not None:
             steps[0] = without_servers(steps[0])
         seconds = (_cpu_time if on_cpus else _gpu_time)(steps, times, links, places, strategy)
+        if candidate.name in times.own:
+            own_code = times.own[candidate.name]
+            seconds = replace(seconds, compute=seconds.compute + own_code)
         if servers is not None:
             waits = servers.waiting(kind[0], seconds.total, links)
             seconds = replace(seconds, waiting=seconds.waiting + waits)

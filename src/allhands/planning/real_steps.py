@@ -3,6 +3,7 @@ their data are in no cache, and Python and autograd take their time too."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -11,11 +12,18 @@ from dataclasses import replace
 import torch
 
 from allhands.data import map_tensors
-from allhands.planning.dry_step import Workload, bound, copies, dry_step
+from allhands.planning.dry_step import (
+    Workload,
+    bound,
+    copies,
+    dry_step,
+    dry_steps,
+    dry_world,
+)
 from allhands.planning.operation import Operation
 from allhands.planning.step_correction import StepCorrection
 from allhands.planning.step_recorder import UPDATE
-from allhands.strategies import Single
+from allhands.strategies import Single, Strategy
 from allhands.world import World
 
 _WARM, _TURNS = 3, 15
@@ -25,6 +33,7 @@ _SPREAD = 0.02
 # Samples of steps that give a GPU little to do; BatchNorm wants more than one.
 _FEW = 2
 _CPU = torch.device("cpu")
+_ALONE = Single()
 
 
 def correction_of(workload: Workload, seconds_of: Callable[[Operation], float]) -> StepCorrection:
@@ -69,11 +78,38 @@ def launch_of(workload: Workload, device: torch.device) -> float | None:
     """
     few = _part_of(workload, min(_FEW, workload.samples))
     try:
-        passes, update = _real(few, device)
+        passes, update = _real(few, world=_world_of(device))
     except torch.OutOfMemoryError:
         return None
     count = sum(isinstance(event, Operation) for _, event in dry_step(few, Single(), 1).events)
     return (passes + update) / max(1, count)
+
+
+def own_seconds(
+    workload: Workload,
+    strategy: Strategy,
+    workers: int,
+    per_host: int,
+    in_step: Callable[[str, Operation], float],
+) -> float:
+    """Seconds that a strategy's own code takes in a step on a processor, beside its operations and
+    messages: hooks around layers, and what PyTorch does for parts of tensors. Real steps of one
+    rank are taken, whose messages go nowhere.
+
+    Args:
+        workload: what is trained.
+        strategy: by which.
+        workers: ranks of the world.
+        per_host: of a host.
+        in_step: seconds of an operation in this phase of a step.
+    """
+    (step,) = dry_steps(workload, strategy, workers, 0, per_host)
+    with dry_world(strategy, workers, 0, per_host, workload.backend) as world:
+        taken = sum(_real(workload, strategy, world))
+    known = math.fsum(
+        in_step(phase, event) for phase, event in step.events if isinstance(event, Operation)
+    )
+    return max(0.0, taken - known)
 
 
 def _part_of(workload: Workload, samples: int) -> Workload:
@@ -81,12 +117,15 @@ def _part_of(workload: Workload, samples: int) -> Workload:
     return replace(workload, batch=batch, samples=samples)
 
 
-def _real(workload: Workload, device: torch.device = _CPU) -> tuple[float, float]:
+def _real(
+    workload: Workload, strategy: Strategy = _ALONE, world: World | None = None
+) -> tuple[float, float]:
     """Seconds of the passes and of the update of a step, the medians of a few; on a GPU those in
     which they are asked for."""
-    world = World(0, 0, 0, 1, 1, device, "none", "plan")
+    world = world or _world_of(_CPU)
+    device = world.device
     model, optimizer = copies(workload, lambda tensor: _random(tensor, device))
-    group, objective = bound(workload, Single(), world, model, optimizer)
+    group, objective = bound(workload, strategy, world, model, optimizer)
     marks: list[float] = []
     group.optimizer.register_step_pre_hook(lambda *_: marks.append(time.perf_counter()))
     group.begin(0)
@@ -101,10 +140,14 @@ def _real(workload: Workload, device: torch.device = _CPU) -> tuple[float, float
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         began = time.perf_counter()
-        take(batches, counts, sum(counts), False)
+        take(batches, counts, sum(counts) * group.placement.shares, False)
         passes.append(marks[-1] - began)
         updates.append(time.perf_counter() - marks[-1])
     return statistics.median(passes[_WARM:]), statistics.median(updates[_WARM:])
+
+
+def _world_of(device: torch.device) -> World:
+    return World(0, 0, 0, 1, 1, device, "none", "plan")
 
 
 def _random(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
