@@ -144,6 +144,12 @@ class Elastic(ElasticUnits):
                 "lost with one; with a second copy the whole one goes on: "
                 "Mesh(dp={'replicate': 2, …}), and twice the workers"
             )
+        if self.world.backend == "nccl":
+            return (
+                f"strategy '{name}' keeps parts of the model on the workers, and with nccl the "
+                "copy that was left has taken no further step; write --max-restarts without "
+                "--elastic, or device='cpu'"
+            )
         if settings.step == "compile":
             return "what is compiled is lost with the parts of the model; write step='auto'"
         if settings.activation_checkpointing:
