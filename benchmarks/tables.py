@@ -118,8 +118,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "card": section("planning_card.json"),
     "horovod": section("horovod_[0-9]*.json horovod_h*.json horovod_tensorflow*.json"),
     "federated": section(
-        "federated_h[0-9][0-9][0-9].json federated_devices.json federated_peers.json federated_sites.json "
-        "coala_tutorial.json"
+        "federated_h[0-9][0-9][0-9].json federated_devices.json federated_peers.json "
+        "federated_sites.json coala_tutorial.json"
     ),
 }
 
