@@ -50,6 +50,7 @@ def started(job: Job, script: str) -> tuple[subprocess.Popen[bytes], str, str]:
 
 
 @pytest.mark.serial
+@pytest.mark.usefixtures("forked_python")
 def test_workers_join_a_job_that_runs_and_others_are_refused_by_name(job: Job) -> None:
     process, address, file = started(job, GROWS)
     elsewhere = job.folder / "elsewhere"
@@ -94,6 +95,7 @@ def test_workers_join_a_job_that_runs_and_others_are_refused_by_name(job: Job) -
 
 
 @pytest.mark.serial
+@pytest.mark.usefixtures("forked_python")
 def test_one_that_joins_with_another_script_ends_alone(job: Job) -> None:
     script = GROWS.replace("size < 3", 'size < 3 and not os.path.exists("refused")')
     process, address, file = started(job, script)
