@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -14,18 +13,25 @@ import pytest
 
 from allhands.errors import UserError
 from allhands.federated.sites import message_process, superexec
+from allhands.launch import processes
 
 pytest.importorskip("flwr")
 
 
 @pytest.fixture
 def executor():
-    module = SimpleNamespace(subprocess=subprocess)
+    """With `child()`, the process of a message; this process may have others, of earlier tests."""
+    before = set(processes.children(os.getpid()))
+
+    def child() -> int:
+        (pid,) = set(processes.children(os.getpid())) - before
+        return pid
+
+    module = SimpleNamespace(subprocess=subprocess, child=child)
     superexec.fork_messages(module)
     yield module
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            os.wait()
+    for pid in set(processes.children(os.getpid())) - before:
+        os.waitpid(pid, 0)
 
 
 def test_a_message_is_answered_by_a_fork_and_its_end_is_not_that_of_the_superexec(
@@ -48,16 +54,17 @@ def test_a_message_is_answered_by_a_fork_and_its_end_is_not_that_of_the_superexe
     monkeypatch.setattr(message_process, "main", answer)
     try:
         executor.subprocess.Popen(["flwr-clientapp", "--token", "t"])
-        found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+        found = os.waitid(os.P_PID, executor.child(), os.WEXITED | os.WNOWAIT)
     finally:
         signal.signal(signal.SIGTERM, before)
     assert said.read_text() == f"{os.getpid()} ['--token', 't'] 0 True"
     assert found.si_status == 7
     assert (len(exit_handler.registered_exit_handlers), ended) == (1, [])
     # The next task reaps it.
+    pid = executor.child()
     executor.subprocess.Popen([sys.executable, "-c", "pass"]).wait()
     with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+        os.waitpid(pid, os.WNOHANG)
 
 
 def test_what_a_message_raises_is_printed_and_ends_its_process_only(
@@ -68,7 +75,7 @@ def test_what_a_message_raises_is_printed_and_ends_its_process_only(
 
     monkeypatch.setattr(message_process, "main", answer)
     executor.subprocess.Popen(["flwr-clientapp"])
-    assert os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT).si_status == 1
+    assert os.waitid(os.P_PID, executor.child(), os.WEXITED | os.WNOWAIT).si_status == 1
     assert "ValueError: no such message" in capfd.readouterr().err
 
 
@@ -78,7 +85,7 @@ def test_a_message_without_output_has_none(
     monkeypatch.setattr(message_process, "main", lambda arguments: os.write(2, b"said"))
     for options, said in (({}, "said"), ({"stdout": subprocess.DEVNULL}, "")):
         executor.subprocess.Popen(["flwr-clientapp"], **options)
-        assert os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT).si_status == 0
+        assert os.waitid(os.P_PID, executor.child(), os.WEXITED | os.WNOWAIT).si_status == 0
         assert capfd.readouterr().err == said
 
 
