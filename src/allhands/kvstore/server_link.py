@@ -22,7 +22,6 @@ from allhands.kvstore.chunk_compression import take_values
 from allhands.kvstore.credentials import token_from
 from allhands.kvstore.server_sockets import connect
 from allhands.kvstore.shared_memory import ChunkOffsets, SharedMemory, copy, receive_file, send_file
-from allhands.kvstore.shared_slots import SharedSlots
 from allhands.kvstore.wait_state import PendingReply, WaitState
 from allhands.kvstore.wire_frames import (
     HEADER_BYTES,
@@ -87,7 +86,6 @@ class ServerLink:
             int, int
         ] = {}  # where in this process the chunks of `KVStore.buffer` begin
         self._shared: dict[int, torch.Tensor] = {}
-        self._slots: SharedSlots | None = None
         self._welcome = PendingReply(1)
         self._closing = False
         self._ending = threading.Event()
@@ -139,8 +137,7 @@ class ServerLink:
     # ------------------------------------------------------------------ sending
 
     def put(self, *parts: Any, priority: int = 0) -> None:
-        """Queue bytes, tensors or functions, of which bytes are sent; larger priorities go
-        first."""
+        """Queue bytes, tensors or functions that give such; larger priorities go first."""
         self._queue.put((-priority, next(self._order), parts))
 
     def first(self, *parts: Any) -> None:
@@ -225,11 +222,6 @@ class ServerLink:
             if copies:  # the last round is closed, so that nobody reads there any more
                 copy(region, values)
                 self.put(header, priority=priority)
-            elif wanted and self._slots is not None:
-                self.put(
-                    lambda: self._through_slot(region, values, flags, chunk, meta, number),
-                    priority=priority,
-                )
             else:
                 self.put(lambda: copy(region, values), header, priority=priority)
         else:
@@ -240,27 +232,6 @@ class ServerLink:
                 priority=priority,
             )
 
-    def _through_slot(
-        self,
-        region: torch.Tensor,
-        values: torch.Tensor,
-        flags: Flag,
-        chunk: int,
-        meta: int,
-        number: int,
-    ) -> bytes:
-        """Copy a pushed value into a slot, or into `region` where none is free; what is sent."""
-        assert self._slots is not None
-        taken = self._slots.take(chunk, number, values)
-        if taken is None:
-            copy(region, values)
-            return pack(Kind.PUSH, flags | Flag.SHARED, chunk, meta, number)
-        slot, memory = taken
-        copy(memory, values)
-        return pack(Kind.PUSH, flags | Flag.SHARED | Flag.SLOT, chunk, meta, number, 1) + bytes(
-            [slot]
-        )
-
     def _send(self) -> None:
         try:
             while True:
@@ -268,12 +239,11 @@ class ServerLink:
                 for part in parts:
                     if part is None:
                         return
-                    given = part() if callable(part) else part
-                    if isinstance(given, torch.Tensor):
-                        self._up.sendall(raw(given))
-                    elif isinstance(given, bytes):
-                        self._up.sendall(given)
-                del part, parts, given  # while this waits, it must not keep the caller's memory
+                    if callable(part):
+                        part()
+                    else:
+                        self._up.sendall(raw(part) if isinstance(part, torch.Tensor) else part)
+                del part, parts  # while this waits, it must not keep the caller's memory
         except OSError:
             pass  # the reading thread sees the end too, and says so
         except AllhandsError as error:
@@ -290,12 +260,6 @@ class ServerLink:
         """Map memory with the server for these chunks."""
         if not self.local or not chunks:
             return
-        # With servers that come back, a push may be read again after its answer.
-        if self._slots is None and not self.comes_back:
-            slots = SharedSlots()
-            self.ask("slots", slots.memory.fd, nbytes=slots.memory.nbytes)
-            slots.memory.close_file()
-            self._slots = slots
         places = [[number, place.region, place.buffer] for number, place in chunks.items()]
         self.ask("region", memory.fd, nbytes=memory.nbytes, chunks=places)
         for number, place in chunks.items():
@@ -357,8 +321,6 @@ class ServerLink:
             read_bytes(self._down, frame.nbytes, LONGEST_ROWS)
             return
         target, pending = found
-        if self._slots is not None:
-            self._slots.give_back(frame.chunk, frame.round)
         with torch.no_grad():
             if frame.flags & Flag.SHARED:
                 copy(

@@ -53,7 +53,6 @@ class Flag(IntFlag):
     WANTED = 2  # a push whose new value is to be sent back
     COMPRESSED = 4
     OWN = 8  # with SHARED, in the memory of this worker and not in that of all
-    SLOT = 16  # with SHARED, in the slot whose number, one byte, is the payload
 
 
 class FrameError(AllhandsError, RuntimeError):

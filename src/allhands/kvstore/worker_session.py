@@ -19,7 +19,6 @@ from allhands.kvstore.chunk_compression import ChunkCompressor, take_values
 from allhands.kvstore.chunks import Chunk
 from allhands.kvstore.monitored_socket import MonitoredSocket
 from allhands.kvstore.parts import Meta
-from allhands.kvstore.placement import CHUNK_BYTES
 from allhands.kvstore.shard import Shard
 from allhands.kvstore.shard_state import state_of
 from allhands.kvstore.shared_memory import SharedMemory, receive_file, send_file
@@ -80,7 +79,6 @@ class WorkerSession:
         self._buffers: dict[
             int, torch.Tensor
         ] = {}  # of the worker's own, which may not be written to
-        self._slots: SharedMemory | None = None
         self._left = False
         self._closed = False
         # By size: with one list, those below the last pile up.
@@ -277,8 +275,6 @@ class WorkerSession:
 
     def _values(self, frame: Frame, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The values of a push; and the buffer that they lie in, where it is to be used again."""
-        if frame.flags & Flag.SLOT:
-            return self._slot(frame, chunk), None
         if frame.flags & Flag.SHARED:
             return (self._buffers if frame.flags & Flag.OWN else self._regions)[frame.chunk], None
         expected = chunk.weights.nbytes
@@ -302,15 +298,6 @@ class WorkerSession:
         wire.read_into(self.incoming, raw(values))
         return values, buffer
 
-    def _slot(self, frame: Frame, chunk: Chunk) -> torch.Tensor:
-        """The values of a push in one of `SharedSlots`."""
-        (number,) = read_bytes(self.incoming, frame.nbytes, 1)
-        count, dtype = len(chunk.weights), chunk.weights.dtype
-        start, room = number * CHUNK_BYTES, 0 if self._slots is None else self._slots.nbytes
-        if self._slots is None or start + count * dtype.itemsize > room:
-            raise FrameError(f"slot {number} of {room} bytes for a chunk of {chunk.weights.nbytes}")
-        return self._slots.view(start, count, dtype)
-
     def _message(self, said: dict[str, Any]) -> None:
         shard, request = self.shard, said.get("id", 0)
         if self._is_behind() and said["op"] not in _ANY_TIME:
@@ -329,10 +316,6 @@ class WorkerSession:
                     shard.wait_initialised(self, request, set(said["chunks"]))
                 case "region":
                     self._region(said)
-                    self.reply(request)
-                case "slots":
-                    self._slots = SharedMemory(said["nbytes"], receive_file(self._up))
-                    self._slots.close_file()
                     self.reply(request)
                 case "block":
                     memory, chunks = shard.block(said["chunk"])

@@ -57,21 +57,12 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
-def prepare() -> Any:
-    """Flower's module that answers a message, with our ClientApp in it. Imports all that answering
-    one takes."""
+def main() -> None:
+    """`flwr-clientapp`, with its own arguments."""
+    flower.require()
+    asked = arguments()
     module: Any = importlib.import_module("flwr.supernode.runtime.run_clientapp")
     replace_loading(module)
-    for name in ("flwr.supercore.tls", "allhands.federated.sites.client_app"):
-        importlib.import_module(name)
-    return module
-
-
-def main(given: list[str] | None = None) -> None:
-    """`flwr-clientapp`, with its own arguments; None: those of this process."""
-    flower.require()
-    asked = arguments(given)
-    module = prepare()
     from flwr.supercore.tls import validate_and_resolve_root_certificates
 
     module.run_clientapp(

@@ -107,10 +107,7 @@ def commands(options: SiteOptions) -> dict[str, list[str]]:
         ],
         # Its own processes talk over loopback, where the secret says who is who.
         "superexec": [
-            sys.executable,
-            "-P",
-            "-m",
-            "allhands.federated.sites.superexec",
+            flower.command("flower-superexec"),
             "--insecure",
             "--runtime-api-address",
             f"127.0.0.1:{port}",
