@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests import fork_server, timeouts
+from tests import fork_client, timeouts
 from tests.timeouts import (  # noqa: F401
     pytest_enter_pdb,
     pytest_handlecrashitem,
@@ -247,9 +247,9 @@ def preloaded() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def forked_python() -> Iterator[None]:
     """Scripts and commands that the tests of a file start by `sys.executable`, and by what lies
-    beside it, find torch imported (see tests/fork_server.py)."""
+    beside it, find torch imported (see tests/fork_client.py)."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "executable", str(fork_server.bin_folder() / "python"))
+        patch.setattr(sys, "executable", str(fork_client.bin_folder() / "python"))
         yield
 
 
@@ -257,7 +257,7 @@ def forked_python() -> Iterator[None]:
 def _no_process_left() -> Iterator[None]:
     """Fail the test whose script, run by `forked_python`, leaves a process behind."""
     yield
-    if found := fork_server.left():
+    if found := fork_client.left():
         pytest.fail(f"this test left processes running:\n{found}")
 
 

@@ -1,22 +1,11 @@
-"""A Python that starts with torch imported, for tests of what a script does and not of how an
-interpreter starts.
+"""The server of `tests/fork_client.py`: it has torch imported, and forks what clients ask for.
 
-`import torch` takes a second of processor time, `torch._dynamo`, which every optimizer imports,
-another one, and torchmetrics two. `bin_folder()` has a `python` and an `allhands` that run their
-arguments in a fork of a server, one for each process of pytest, which has these imported. The
-script keeps its standard streams, folder, variables, signals and exit code. Other programs in the
-folder are the environment's own, and so is Python where its options, inherited descriptors, or
-variables that libraries read as they are loaded ask for a new interpreter. Limits of resources are
-those of the server.
-
-The server is the parent of all that such a script leaves behind. It ends that, and `left()` says
-what it was; `tests/conftest.py` lets the test fail.
+It is the parent of all that such a script leaves behind. It ends that, and writes down what it was.
 """
 
 from __future__ import annotations
 
 import array
-import atexit
 import contextlib
 import functools
 import gc
@@ -24,12 +13,10 @@ import importlib
 import marshal
 import os
 import select
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import types
@@ -57,179 +44,9 @@ _PRELOAD = (
 )
 #: The interpreter itself.
 PYTHON = sys.executable
-_FOLDER = "FORK_SERVER"  # in the environment of the server: where its socket and programs are
-# Read by libraries as they are loaded.
-_FIXED = ("PYTHON", "LD_", "MALLOC", "ATEN_", "TORCH_", "OMP_", "MKL_", "GOMP_", "CUDA")
-_FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT")
-
-# The program that tests start: it hands everything to the server and does as the script did. It
-# imports next to nothing.
-_CLIENT = """\
-#!{python} -IS
-import marshal, os, signal, sys
-program, python, address = {program!r}, {python!r}, {address!r}
-fixed, names, cores = {fixed!r}, {names!r}, {cores!r}
-words = sys.argv[1:]
-
-def start_anew():
-    os.execv(program, [program, *words])
-
-def is_open(descriptor):
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return False
-    return True
-
-if any(map(is_open, range(3, 64))):
-    start_anew()
-if program == python:
-    rest = words[1:] if words[:1] == ["-P"] else words
-    if not rest or not rest[0] or (rest[0][0] == "-" and rest[0] not in ("-c", "-m")):
-        start_anew()
-    if rest[0] == "-c" and "allhands.launch.agent" in rest[1]:
-        start_anew()
-if os.sched_getaffinity(0) != cores:
-    start_anew()
-own = {{name: value for name, value in os.environ.items()
-        if name.startswith(fixed[0]) and name not in fixed[2]}}
-if own != fixed[1]:
-    start_anew()
-import array, socket
-ignored = [name for name in names if signal.getsignal(getattr(signal, name)) == signal.SIG_IGN]
-pending = []
-for name in names:
-    if name not in ignored:
-        signal.signal(getattr(signal, name), lambda number, _: pending.append(number))
-server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-try:
-    server.connect(address)
-except OSError:
-    start_anew()
-umask = os.umask(0)
-os.umask(umask)
-call = marshal.dumps(([program, *words], dict(os.environ), os.getcwd(), umask, ignored))
-request = os.memfd_create("request", 0)
-os.write(request, call)
-descriptors = array.array("i", [0, 1, 2, request])
-server.sendmsg([b"run"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
-for descriptor in (0, 1, 2, request):
-    os.close(descriptor)
-wake, wake_end = os.pipe()
-os.set_blocking(wake_end, False)
-signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
-import select
-poll = select.poll()
-poll.register(server, select.POLLIN)
-poll.register(wake, select.POLLIN)
-answer = None
-while answer is None:
-    for descriptor, _ in poll.poll():
-        if descriptor == wake:
-            os.read(wake, 100)
-        else:
-            answer = server.recv(100)
-    while pending:
-        try:
-            server.send(b"%d" % pending.pop(0))
-        except OSError:
-            pass
-if not answer:
-    os._exit(98)
-status = int(answer)
-if os.WIFSIGNALED(status):
-    number = os.WTERMSIG(status)
-    if number != signal.SIGKILL:
-        signal.signal(number, signal.SIG_DFL)
-    import resource
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.kill(os.getpid(), number)
-os._exit(os.WEXITSTATUS(status))
-"""
-
-_server: subprocess.Popen[bytes] | None = None
-
-
-def bin_folder() -> Path:
-    """The folder with `python`, `allhands` and the environment's other programs; starts the server
-    if there is none."""
-    global _server
-    if _server is None or _server.poll() is not None:
-        folder = Path(tempfile.mkdtemp(prefix="fork-server-"))
-        _write_programs(folder)
-        environment = {**os.environ, _FOLDER: str(folder)}
-        _server = subprocess.Popen(
-            [PYTHON, __file__],
-            env=environment,
-            stdin=subprocess.PIPE,  # its end is that of this process
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
-        _folders[_server.pid] = folder
-        atexit.register(_end, _server, folder)
-        assert _server.stdout is not None
-        if _server.stdout.readline() != b"ready\n":
-            raise RuntimeError("the server of tests/fork_server.py did not start")
-    return _folders[_server.pid] / "bin"
-
-
-_folders: dict[int, Path] = {}
-
-
-def left() -> str:
-    """The processes that scripts have left behind since the last call, a line each."""
-    if _server is None:
-        return ""
-    file = _folders[_server.pid] / "left"
-    try:
-        text = file.read_text(errors="replace")
-        file.unlink()
-    except FileNotFoundError:
-        return ""
-    return text
-
-
-def _end(server: subprocess.Popen[bytes], folder: Path) -> None:
-    server.kill()
-    server.wait()
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _fixed() -> dict[str, str]:
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith(_FIXED) and name not in _OWN_THREADS
-    }
-
-
-# Set for each process anew.
-_OWN_THREADS = ("OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR")
-
-
-def _write_programs(folder: Path) -> None:
-    own, programs = folder / "bin", Path(PYTHON).parent
-    own.mkdir()
-    for program in programs.iterdir():
-        text = None
-        if program.name in ("python", "python3", "allhands", "torchrun"):
-            is_python = program.name.startswith("python")
-            text = _CLIENT.format(
-                python=PYTHON,
-                program=PYTHON if is_python else str(program),
-                address=str(folder / "socket"),
-                fixed=(_FIXED, _fixed(), _OWN_THREADS),
-                names=_FORWARDED,
-                cores=os.sched_getaffinity(0),
-            )
-        if text is None:
-            (own / program.name).symlink_to(program)
-        else:
-            (own / program.name).write_text(text)
-            (own / program.name).chmod(0o755)
-
-
-# ------------------------------------------------------------------------------- the server
+#: In the environment of the server: where its socket and programs are; signals that are passed on.
+FOLDER = "FORK_SERVER"
+FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT")
 
 
 class _Call:
@@ -414,7 +231,7 @@ def _spare_agent() -> Any:
         return _give_first_agent(pid, here)
     here.close()
     processes.die_with_parent(parent)
-    for name in _FORWARDED:
+    for name in FORWARDED:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     data, ancillary, _, _ = there.recvmsg(10, socket.CMSG_SPACE(4 * 4))
     if not data:
@@ -424,7 +241,7 @@ def _spare_agent() -> Any:
     environment, folder = marshal.loads(os.pread(request, size, 0))
     os.setsid()
     processes._prctl(processes._PR_SET_PDEATHSIG, 0)
-    for name in _FORWARDED:
+    for name in FORWARDED:
         signal.signal(getattr(signal, name), signal.SIG_DFL)
     for number, end in enumerate((stdin, stdout, stderr)):
         os.dup2(end, number)
@@ -535,7 +352,7 @@ def _let_threads_go_first() -> None:
 def main() -> None:
     """The server; a fork goes on from here with the script."""
     del sys.path[0]  # the folder of this file
-    folder = os.environ.pop(_FOLDER)
+    folder = os.environ.pop(FOLDER)
     gc.disable()
     for name in _PRELOAD:
         importlib.import_module(name)

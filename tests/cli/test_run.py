@@ -12,7 +12,7 @@ import pytest
 
 from allhands.cli.main import run
 from allhands.config import read_run
-from tests import fork_server
+from tests import fork_client
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 
@@ -111,7 +111,7 @@ def test_a_mistake_in_a_file_is_told_before_torch_is_imported():
         "import sys; from allhands.cli.main import run; run(['run', 'seed=x']); "
         "sys.exit('torch' in sys.modules)"
     )
-    done = subprocess.run([fork_server.PYTHON, "-c", code], capture_output=True)
+    done = subprocess.run([fork_client.PYTHON, "-c", code], capture_output=True)
     assert done.returncode == 0
 
 

@@ -1,4 +1,4 @@
-"""What a script cannot tell that runs in a fork of tests/fork_server.py, and what a test can."""
+"""What a script cannot tell that runs in a fork of tests/fork_client.py, and what a test can."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import fork_server
+from tests import fork_client
 
 pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("forked_python")]
 
@@ -46,7 +46,7 @@ def test_modules_beside_a_script_are_found(tmp_path: Path) -> None:
 
 def test_an_exception_shows_the_users_frames_alone() -> None:
     done = run("-c", "def function():\n    raise ValueError(3)\nfunction()")
-    plain = subprocess.run([fork_server.PYTHON, *done.args[1:]], capture_output=True, text=True)
+    plain = subprocess.run([fork_client.PYTHON, *done.args[1:]], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (plain.returncode, plain.stderr)
 
 
@@ -92,6 +92,6 @@ if os.fork() == 0:
     time.sleep(600)
 """
     assert run("-c", code).returncode == 0
-    (line,) = fork_server.left().splitlines()
+    (line,) = fork_client.left().splitlines()
     assert not Path("/proc", line.split()[0]).exists()
-    assert fork_server.left() == ""
+    assert fork_client.left() == ""

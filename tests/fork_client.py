@@ -1,0 +1,195 @@
+"""A Python that starts with torch imported, for tests of what a script does and not of how an
+interpreter starts.
+
+`import torch` takes a second of processor time, `torch._dynamo`, which every optimizer imports,
+another one, and torchmetrics two. `bin_folder()` has a `python` and an `allhands` that run their
+arguments in a fork of a server, one for each process of pytest, which has these imported. The
+script keeps its standard streams, folder, variables, signals and exit code. Other programs in the
+folder are the environment's own, and so is Python where its options, inherited descriptors, or
+variables that libraries read as they are loaded ask for a new interpreter. Limits of resources are
+those of the server.
+
+The server is the parent of all that such a script leaves behind. It ends that, and `left()` says
+what it was; `tests/conftest.py` lets the test fail.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from tests import fork_server
+from tests.fork_server import FOLDER, FORWARDED, PYTHON
+
+# Read by libraries as they are loaded.
+_FIXED = ("PYTHON", "LD_", "MALLOC", "ATEN_", "TORCH_", "OMP_", "MKL_", "GOMP_", "CUDA")
+
+# The program that tests start: it hands everything to the server and does as the script did. It
+# imports next to nothing.
+_CLIENT = """\
+#!{python} -IS
+import marshal, os, signal, sys
+program, python, address = {program!r}, {python!r}, {address!r}
+fixed, names, cores = {fixed!r}, {names!r}, {cores!r}
+words = sys.argv[1:]
+
+def start_anew():
+    os.execv(program, [program, *words])
+
+def is_open(descriptor):
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+if any(map(is_open, range(3, 64))):
+    start_anew()
+if program == python:
+    rest = words[1:] if words[:1] == ["-P"] else words
+    if not rest or not rest[0] or (rest[0][0] == "-" and rest[0] not in ("-c", "-m")):
+        start_anew()
+    if rest[0] == "-c" and "allhands.launch.agent" in rest[1]:
+        start_anew()
+if os.sched_getaffinity(0) != cores:
+    start_anew()
+own = {{name: value for name, value in os.environ.items()
+        if name.startswith(fixed[0]) and name not in fixed[2]}}
+if own != fixed[1]:
+    start_anew()
+import array, socket
+ignored = [name for name in names if signal.getsignal(getattr(signal, name)) == signal.SIG_IGN]
+pending = []
+for name in names:
+    if name not in ignored:
+        signal.signal(getattr(signal, name), lambda number, _: pending.append(number))
+server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+try:
+    server.connect(address)
+except OSError:
+    start_anew()
+umask = os.umask(0)
+os.umask(umask)
+call = marshal.dumps(([program, *words], dict(os.environ), os.getcwd(), umask, ignored))
+request = os.memfd_create("request", 0)
+os.write(request, call)
+descriptors = array.array("i", [0, 1, 2, request])
+server.sendmsg([b"run"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
+for descriptor in (0, 1, 2, request):
+    os.close(descriptor)
+wake, wake_end = os.pipe()
+os.set_blocking(wake_end, False)
+signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
+import select
+poll = select.poll()
+poll.register(server, select.POLLIN)
+poll.register(wake, select.POLLIN)
+answer = None
+while answer is None:
+    for descriptor, _ in poll.poll():
+        if descriptor == wake:
+            os.read(wake, 100)
+        else:
+            answer = server.recv(100)
+    while pending:
+        try:
+            server.send(b"%d" % pending.pop(0))
+        except OSError:
+            pass
+if not answer:
+    os._exit(98)
+status = int(answer)
+if os.WIFSIGNALED(status):
+    number = os.WTERMSIG(status)
+    if number != signal.SIGKILL:
+        signal.signal(number, signal.SIG_DFL)
+    import resource
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.kill(os.getpid(), number)
+os._exit(os.WEXITSTATUS(status))
+"""
+
+_server: subprocess.Popen[bytes] | None = None
+
+
+def bin_folder() -> Path:
+    """The folder with `python`, `allhands` and the environment's other programs; starts the server
+    if there is none."""
+    global _server
+    if _server is None or _server.poll() is not None:
+        folder = Path(tempfile.mkdtemp(prefix="fork-server-"))
+        _write_programs(folder)
+        environment = {**os.environ, FOLDER: str(folder)}
+        _server = subprocess.Popen(
+            [PYTHON, fork_server.__file__],
+            env=environment,
+            stdin=subprocess.PIPE,  # its end is that of this process
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        _folders[_server.pid] = folder
+        atexit.register(_end, _server, folder)
+        assert _server.stdout is not None
+        if _server.stdout.readline() != b"ready\n":
+            raise RuntimeError("the server of tests/fork_server.py did not start")
+    return _folders[_server.pid] / "bin"
+
+
+_folders: dict[int, Path] = {}
+
+
+def left() -> str:
+    """The processes that scripts have left behind since the last call, a line each."""
+    if _server is None:
+        return ""
+    file = _folders[_server.pid] / "left"
+    try:
+        text = file.read_text(errors="replace")
+        file.unlink()
+    except FileNotFoundError:
+        return ""
+    return text
+
+
+def _end(server: subprocess.Popen[bytes], folder: Path) -> None:
+    server.kill()
+    server.wait()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _fixed() -> dict[str, str]:
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_FIXED) and name not in _OWN_THREADS
+    }
+
+
+# Set for each process anew.
+_OWN_THREADS = ("OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR")
+
+
+def _write_programs(folder: Path) -> None:
+    own, programs = folder / "bin", Path(PYTHON).parent
+    own.mkdir()
+    for program in programs.iterdir():
+        text = None
+        if program.name in ("python", "python3", "allhands", "torchrun"):
+            is_python = program.name.startswith("python")
+            text = _CLIENT.format(
+                python=PYTHON,
+                program=PYTHON if is_python else str(program),
+                address=str(folder / "socket"),
+                fixed=(_FIXED, _fixed(), _OWN_THREADS),
+                names=FORWARDED,
+                cores=os.sched_getaffinity(0),
+            )
+        if text is None:
+            (own / program.name).symlink_to(program)
+        else:
+            (own / program.name).write_text(text)
+            (own / program.name).chmod(0o755)
