@@ -18,8 +18,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import allhands
 from allhands import DDP, DP, FSDP, Callback, Pipeline, SupervisedRunner, Tensor, UserError
 from allhands.launch import spawn
+from allhands.loop import compiling
 from allhands.step import compiled
 from allhands.step.compiled import compiler_missing
+from allhands.world import World
 from tests.noise import rounding_limit
 from tests.reference import relative_difference
 from tests.worlds import in_world
@@ -284,11 +286,25 @@ def test_a_model_that_is_compiled_already() -> None:
         train("compile", model=torch.compile(Network()))
 
 
-@needs_compiler
-def test_layers_without_parts_are_compiled_as_one(capfd: pytest.CaptureFixture[str]) -> None:
-    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
-    train("compile", model=model, distributed="ddp", workers=2, num_epochs=1)
-    assert "step: the whole model and the loss compiled" in capfd.readouterr().out
+@pytest.mark.parametrize(("kind", "models"), [("model", 1), ("layers", 1), ("only layers", 0)])
+def test_layers_without_parts_are_compiled_as_one(
+    kind: str, models: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a stage of a pipeline that has no layer, nothing is compiled but the loss."""
+    model, loss = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)), nn.MSELoss()
+    group: Any = types.SimpleNamespace(
+        model=model,
+        world=World(0, 0, 0, 1, 1, CPU, "none", "alone"),
+        captured=None,
+        settings=types.SimpleNamespace(model=model, step="compile"),
+        strategy=types.SimpleNamespace(
+            compile_refused=lambda workers: None, compiled=lambda workers: kind
+        ),
+    )
+    monkeypatch.setattr(compiling, "Compiled", lambda modules, *_: list(modules))
+    said: list[str] = []
+    found: Any = compiling.compiling(group, [loss], said.append)
+    assert found == [*[model] * models, loss]
 
 
 def test_names_of_the_users_script_are_seen_by_the_compiler(
