@@ -136,6 +136,17 @@ def test_a_model_that_no_strategy_takes_is_refused_with_the_reason() -> None:
         plan(2, runner=Rows())
 
 
+def test_a_model_that_computes_in_bf16_throughout_takes_less() -> None:
+    given = {
+        name: {row.name: row for row in plan(2, precision=name).rows}
+        for name in ("bf16", "bf16-true")
+    }
+    assert given["bf16-true"]["ddp"].memory["activations"] < (
+        0.9 * given["bf16"]["ddp"].memory["activations"]
+    )
+    assert "write FSDP(param_dtype='bf16')" in given["bf16-true"]["fsdp"].refused
+
+
 def test_measured_operations_are_used_and_kept(tmp_path: Path) -> None:
     times = OperationTimes(card_named("h100"), device=torch.device("cpu"))
     first = plan(1, times=times)

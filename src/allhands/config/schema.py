@@ -260,8 +260,9 @@ class RunConfig(Section):
     clip_norm: Positive | None = Field(
         default=None, description="bound of the global gradient norm"
     )
-    precision: Literal["fp32", "bf16", "fp16"] = Field(
-        default="fp32", description="number format of the forward pass"
+    precision: Literal["fp32", "bf16", "bf16-true", "fp16"] = Field(
+        default="fp32",
+        description="number format of the forward pass; bf16-true: of all that the model computes",
     )
     step: Literal["auto", "eager", "compile", "graph"] = Field(
         default="auto",

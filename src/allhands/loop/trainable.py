@@ -7,6 +7,7 @@ from allhands.loop.compiling import check_compiled
 from allhands.loop.recomputing import check_recomputed
 from allhands.loop.settings import LoopSettings, check_meta
 from allhands.strategies.alike import check_parameter_hooks, own_memory
+from allhands.strategies.base import Strategy
 
 
 def check_trainable(settings: LoopSettings, workers: int) -> None:
@@ -17,7 +18,8 @@ def check_trainable(settings: LoopSettings, workers: int) -> None:
     strategy.check_settings(settings)
     check_compiled(settings, workers)
     check_recomputed(settings)
-    _check_cast(settings, workers)
+    again = bool(settings.activation_checkpointing)
+    check_cast(strategy, settings.precision, again, workers)
     check_meta(settings)
     own_memory(settings.model)
     if workers > 1 or settings.accumulate > 1:
@@ -25,10 +27,11 @@ def check_trainable(settings: LoopSettings, workers: int) -> None:
     strategy.check_training(settings, workers)
 
 
-def _check_cast(settings: LoopSettings, workers: int) -> None:
-    if settings.precision != "bf16-true":
+def check_cast(strategy: Strategy, precision: str, recomputes: bool, workers: int) -> None:
+    """Raise `UserError` where the weights of a model cannot be cast at each call, as `precision`
+    asks; `recomputes`: layers are computed again."""
+    if precision != "bf16-true":
         return
-    strategy = settings.strategy
     if strategy.takes_meta:
         instead = "FSDP(param_dtype='bf16')" if strategy.name == "fsdp" else "precision='bf16'"
         raise UserError(
@@ -39,7 +42,7 @@ def _check_cast(settings: LoopSettings, workers: int) -> None:
         raise UserError(
             f"precision='bf16-true' is not for strategy '{strategy.name}'; write precision='bf16'"
         )
-    if settings.activation_checkpointing:
+    if recomputes:
         raise UserError(
             "precision='bf16-true' casts weights for one call, and activation_checkpointing "
             "computes layers again after it; write precision='bf16'"

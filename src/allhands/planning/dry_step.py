@@ -246,7 +246,7 @@ def _taken(
         outputs.clear()
         if recorder.records:
             recorder.forget()
-        with recomputing(group):
+        with group.precision.of_calls(group.model), recomputing(group):
             take([batch] * parts, counts, sum(counts) * group.placement.shares, False)
         if recorder.records:
             kinds_held = _held_by_kind(recorder, group, gradients, inputs)

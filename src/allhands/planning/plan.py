@@ -12,6 +12,7 @@ import yaml
 
 from allhands.checks import check_choice, check_whole
 from allhands.errors import UserError
+from allhands.loop.trainable import check_cast
 from allhands.planning.candidates import Candidate, candidates
 from allhands.planning.cpu_timing import PipelineSimulation, cpu_step_time
 from allhands.planning.derived_steps import Taken, taken
@@ -281,6 +282,7 @@ def _predict(
         ranks = list(range(gpus))
     try:
         strategy.check_size(gpus)
+        check_cast(strategy, workload.precision, bool(workload.activation_checkpointing), gpus)
         steps_of_ranks = [take(workload, candidate, gpus, rank, per_host) for rank in ranks]
     except (UserError, ValueError) as error:
         return Prediction(candidate.name, lines, {}, None, 0.0, 0.0, samples, limit, str(error))

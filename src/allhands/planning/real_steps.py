@@ -140,7 +140,8 @@ def _real(
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         began = time.perf_counter()
-        take(batches, counts, sum(counts) * group.placement.shares, False)
+        with group.precision.of_calls(group.model):
+            take(batches, counts, sum(counts) * group.placement.shares, False)
         passes.append(marks[-1] - began)
         updates.append(time.perf_counter() - marks[-1])
     return statistics.median(passes[_WARM:]), statistics.median(updates[_WARM:])
