@@ -296,6 +296,7 @@ def test_layers_without_parts_are_compiled_as_one(
         model=model,
         world=World(0, 0, 0, 1, 1, CPU, "none", "alone"),
         captured=None,
+        modules_here=lambda names: [(name, model.get_submodule(name)) for name in names],
         settings=types.SimpleNamespace(model=model, step="compile"),
         strategy=types.SimpleNamespace(
             compile_refused=lambda workers: None, compiled=lambda workers: kind

@@ -56,8 +56,14 @@ def compiling(
     """
     asked, world, captured = group.settings.step, group.world, group.captured
     refused = group.strategy.compile_refused(world.world_size) is not None
+    tries = asked == "auto" and not refused and captured is not None and left is not None
+    if asked != "compile" and not tries:
+        return nullcontext()
     kind = group.strategy.compiled(world.world_size)
-    layers = [] if kind == "model" else _layers(group)
+    layers: list[nn.Module] = []
+    if kind != "model":
+        names = (name for name, _ in blocks(group.settings.model))
+        layers = [module for _, module in group.modules_here(names)]
     whole = [] if layers or kind == "only layers" else [group.model]
     criteria = [call for call in losses if isinstance(call, nn.Module)]
 
@@ -70,17 +76,10 @@ def compiling(
         what += ["the loss"] if criteria else []
         say(f"step: {' and '.join(what)} compiled, at the first step of each shape of a batch")
         return made
-    if asked != "auto" or refused or captured is None or left is None:
-        return nullcontext()
+    assert captured is not None
+    assert left is not None
     able = compiler_missing(world.device) is None and not hasattr(group.settings.model, "_orig_mod")
     count = sum(bool(module._parameters) for module in group.model.modules())
     choice = CompileChoice(lambda: compiled(lenient=True), count, left, world, say, able)
     captured.choice = choice
     return choice
-
-
-def _layers(group: OptimizerGroup) -> list[nn.Module]:
-    """The layers that have parts, of the outermost lists and sequences of the model; where ranks
-    hold parts of the model, those that are there."""
-    there = dict(group.model.named_modules())
-    return [there[name] for name, _ in blocks(group.settings.model) if name in there]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from allhands.loop.settings import LoopSettings
 from allhands.loop.task import Objective, Task
 from allhands.step import CapturedSteps, OptimizerStep, Precision
 from allhands.step.closure import ClosureStep, takes_closure
+from allhands.step.compile_choice import CompileChoice
 from allhands.step.update import set_mode
 from allhands.strategies.alike import check_buffers_equal
 from allhands.strategies.base import BindOptions, Bound
@@ -105,17 +106,25 @@ class OptimizerGroup:
             say=self._say,
         )
 
+    def modules_here(self, names: Iterable[str]) -> list[tuple[str, nn.Module]]:
+        """Those of these modules of the user's model that this rank has, which may hold a part of
+        it, with their names."""
+        there = dict(self.model.named_modules())
+        return [(name, there[name]) for name in names if name in there]
+
+    @property
+    def _choice(self) -> CompileChoice | None:
+        return None if self.captured is None else self.captured.choice
+
     @property
     def chose_to_compile(self) -> bool:
         """Whether ``step="auto"`` has had the model compiled."""
-        choice = None if self.captured is None else self.captured.choice
-        return choice is not None and choice.active
+        return self._choice is not None and self._choice.active
 
     def compile_as_before(self, chosen: Any) -> None:
         """The training goes on, in which `chose_to_compile` was this."""
-        choice = None if self.captured is None else self.captured.choice
-        if chosen and choice is not None:
-            choice.begin()
+        if chosen and self._choice is not None:
+            self._choice.begin()
 
     def begin(self, step: int) -> None:
         """The training begins or goes on after optimizer step `step`."""

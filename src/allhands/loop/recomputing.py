@@ -59,5 +59,4 @@ def recomputing(group: OptimizerGroup) -> AbstractContextManager[Any]:
     chosen = chosen_layers(group.settings.model, group.settings.activation_checkpointing)
     if not chosen:
         return nullcontext()
-    there = dict(group.model.named_modules())
-    return recomputed([(name, there[name]) for name in chosen if name in there])
+    return recomputed(group.modules_here(chosen))

@@ -43,15 +43,7 @@ def fitting_changes(
 def _changes_that_fit(
     given: dict[str, Any], strategy: Strategy, workers: int, samples: int, room: float
 ) -> list[str]:
-    """Changes that would fit, the cheapest first; none where the training fits as it is.
-
-    Args:
-        given: the training, as `allhands.plan` takes it.
-        strategy: of the training.
-        workers: how many there are.
-        samples: of a micro-batch.
-        room: bytes of a GPU.
-    """
+    """What `fitting_changes` gives, by plans of this process."""
     began = time.monotonic()
     own = strategy.name
     present = [Candidate(strategy, {"name": own}, again) for again in (False, True)]

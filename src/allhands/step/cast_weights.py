@@ -18,6 +18,7 @@ from torch.func import functional_call
 
 from allhands.compat import BatchNormBase, pytree
 from allhands.errors import UserError
+from allhands.step.modes import forwards_kept
 
 
 @contextmanager
@@ -29,15 +30,9 @@ def cast_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         UserError: from a call: the model changes one of those buffers, and the change would be
             lost with the cast.
     """
-    own, forward = "forward" in vars(model), model.forward
-    model.forward = _CastForward(model, dtype)
-    try:
+    with forwards_kept([model]):
+        model.forward = _CastForward(model, dtype)
         yield
-    finally:
-        if own:
-            model.forward = forward
-        else:
-            vars(model).pop("forward", None)
 
 
 class _CastForward:

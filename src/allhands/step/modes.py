@@ -1,11 +1,25 @@
-"""Modules in evaluation mode for a while."""
+"""Modules that are otherwise for a while: in evaluation mode, or with another forward function."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from torch import nn
+
+
+@contextmanager
+def forwards_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Afterwards each module has the forward function that it has now."""
+    before = [(module, "forward" in vars(module), module.forward) for module in modules]
+    try:
+        yield
+    finally:
+        for module, own, forward in before:
+            if own:
+                module.forward = forward
+            else:
+                vars(module).pop("forward", None)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from torch import nn
 from allhands.compat import BatchNormBase
 from allhands.errors import UserError
 from allhands.step.guards import capturing
+from allhands.step.modes import forwards_kept
 
 
 @contextmanager
@@ -30,17 +31,10 @@ def recomputed(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[None]:
         UserError: from a call: the module changes a buffer of another kind, and so could not be
             computed again.
     """
-    before = [(module, "forward" in vars(module), module.forward) for _, module in modules]
-    try:
+    with forwards_kept(module for _, module in modules):
         for name, module in modules:
             recompute(name, module)
         yield
-    finally:
-        for module, own, forward in before:
-            if own:
-                module.forward = forward
-            else:
-                vars(module).pop("forward", None)
 
 
 def recompute(name: str, module: nn.Module) -> None:
