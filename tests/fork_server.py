@@ -140,13 +140,8 @@ class _Server:
             self.poll.unregister(descriptor)
 
     def _reap(self) -> None:
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
+        processes = sys.modules["allhands.launch.processes"]
+        for pid, status in processes.ended_children():
             if pid in self.calls:
                 self.calls[pid].status, self.calls[pid].ended_at = status, time.monotonic()
 

@@ -293,13 +293,7 @@ class Agent:
         del child.fds[fd]
 
     def _reap(self) -> None:
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
+        for pid, status in processes.ended_children():
             child = self.children.get(pid)
             if child is None:
                 continue

@@ -120,6 +120,18 @@ def children(pid: int) -> list[int]:
     return found
 
 
+def ended_children() -> Iterator[tuple[int, int]]:
+    """Number and exit status of each child that has ended, which is forgotten with it."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        yield pid, status
+
+
 def signal_group(group: int, number: int) -> bool:
     """Signal every process of a group; False when none is left."""
     try:
