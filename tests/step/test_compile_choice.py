@@ -54,6 +54,11 @@ class Times:
         return self.after if self.log[-1:] == ["enters"] else self.before
 
 
+def alike() -> list[torch.Tensor]:
+    """The losses and gradients of a step, compiled or not."""
+    return [torch.ones(1), torch.ones(3)]
+
+
 def taken(
     monkeypatch: pytest.MonkeyPatch,
     before: float,
@@ -70,7 +75,7 @@ def taken(
         changed = [
             number
             for number in range(1, STEPS + 1)
-            if choice.step_taken(after is not None or not choice.active)
+            if choice.step_taken(after is not None or not choice.active, alike)
         ]
     return log, said, changed
 
@@ -114,7 +119,7 @@ def test_what_was_compiled_before_an_interruption_is_compiled_at_once() -> None:
     with choice:
         choice.begin()
         assert choice.active
-        assert not any(choice.step_taken(True) for _ in range(STEPS))
+        assert not any(choice.step_taken(True, alike) for _ in range(STEPS))
     assert log == ["enters", "leaves"]
 
 
@@ -141,6 +146,91 @@ def test_steps_stay_those_of_the_training(monkeypatch: pytest.MonkeyPatch, after
     assert relative_difference(one.model.state_dict(), other.model.state_dict()) < 1e-5
 
 
+class Changed(Marked):
+    """Stands for a model that is compiled, whose forward pass is another one then."""
+
+    def __init__(self, log: list[str], model: nn.Module, forward: Any) -> None:
+        super().__init__(log)
+        self.model, self.forward = model, forward
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        plain = self.model.forward
+        self.model.forward = lambda *given: self.forward(plain(*given))  # type: ignore[method-assign]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__()
+        del self.model.__dict__["forward"]
+
+
+def fails(output: torch.Tensor) -> torch.Tensor:
+    raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB")
+
+
+@pytest.mark.parametrize(
+    ("forward", "reason"),
+    [
+        (fails, "it fails: OutOfMemoryError: CUDA out of memory. Tried to allocate 3.00 GiB, at "),
+        (lambda output: 1.1 * output, "its losses or gradients differ by 0."),
+        (lambda output: output + 1.0, ""),  # the same gradients of a cross-entropy, and rounding
+    ],
+    ids=["fails", "wrong", "right"],
+)
+def test_what_compiles_wrongly_trains_as_before(
+    monkeypatch: pytest.MonkeyPatch, forward: Any, reason: str
+) -> None:
+    """BatchNorm's statistics and dropout's draws are those of the steps, and of nothing else."""
+    log: list[str] = []
+    monkeypatch.setattr(compile_choice, "StepTimes", lambda device: Times(log, 0.01, 0.007))
+    one = Trained(still_network(), torch.optim.AdamW, {"lr": 1e-3})
+    other = Trained(still_network(), torch.optim.AdamW, {"lr": 1e-3}, captured=False)
+    assert one.captured is not None
+    one.captured.choice = CompileChoice(
+        lambda: Changed(log, one.model, forward), 2, lambda: 10**6, WORLD, one.said.append
+    )
+    one.steps(data(100))
+    other.steps(data(100))
+    assert relative_difference(one.model.state_dict(), other.model.state_dict()) < 1e-4
+    said = [line for line in one.said if "compiled no longer" in line]
+    if not reason:
+        assert not said
+        assert log == ["enters"]
+        return
+    assert log == ["enters", "leaves"]
+    assert len(said) == 1
+    assert said[0].startswith(f"step: compiled no longer, since {reason}")
+    assert len(one.losses) == 100
+    assert one.captures == 1  # what was captured before is still right
+
+
+def one_rank_differs() -> tuple[list[int], list[str], list[str]]:
+    world = current_world()
+    assert world is not None
+    log: list[str] = []
+    said: list[str] = []
+
+    def found() -> list[torch.Tensor]:
+        return [torch.ones(1), torch.full((3,), 1.0 + world.rank * len(log))]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compile_choice, "StepTimes", lambda device: Times(log, 0.01, 0.007))
+        with CompileChoice(lambda: Marked(log), 10, lambda: 20_000, world, said.append) as choice:
+            changed = [n for n in range(1, STEPS + 1) if choice.step_taken(True, found)]
+    return changed, log, said[1:]
+
+
+def test_what_one_rank_computes_wrongly_no_rank_keeps() -> None:
+    one, other = in_world(2, one_rank_differs)
+    assert one == other
+    changed, log, said = one
+    assert changed == []
+    assert log == ["enters", "leaves"]
+    assert said == [
+        "step: compiled no longer, since its losses or gradients differ by 1 of their norm then, "
+        "and 0.01 is allowed"
+    ]
+
+
 class OwnTimes(Times):
     """Rank 1 is the slower one, and rank 0 gains nothing."""
 
@@ -160,7 +250,7 @@ def decided(knows: bool) -> tuple[list[int], list[str]]:
             lambda: Marked(times.log), 10, lambda: 20_000, world, said.append, able=knows
         )
         with choice:
-            changed = [n for n in range(1, STEPS + 1) if choice.step_taken(knows)]
+            changed = [n for n in range(1, STEPS + 1) if choice.step_taken(knows, alike)]
     return changed, said
 
 

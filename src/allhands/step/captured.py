@@ -19,6 +19,7 @@ from torch import nn
 from allhands.compat import pytree
 from allhands.errors import UserError
 from allhands.step.capturable import Capturable
+from allhands.step.compile_check import losses_and_gradients
 from allhands.step.compile_choice import CompileChoice
 from allhands.step.guards import HostState, hooked, waits_noted, where_raised
 from allhands.step.optimizer_step import OptimizerStep
@@ -146,7 +147,9 @@ class CapturedSteps:
             return
         # Compiled steps that have to be eager are not what is looked for.
         eager = self._waits is not None and not self.choice.active
-        if self.choice.step_taken(replayed or eager):
+        if self.choice.step_taken(
+            replayed or eager, lambda: self._found(take, batches, counts, total)
+        ):
             self.reason = None if self.choice.active else self._waits
             self._forget()
 
@@ -194,6 +197,15 @@ class CapturedSteps:
         return False
 
     # ------------------------------------------------------------------ trying
+
+    def _found(
+        self, take: OptimizerStep, batches: Sequence[Any], counts: Sequence[int], total: int
+    ) -> list[torch.Tensor]:
+        """The losses and gradients of a step, which is not taken."""
+        leaves, tree = pytree.tree_flatten(batches)
+        with self._capture_stream():
+            there = pytree.tree_unflatten([_on(leaf, self.device) for leaf in leaves], tree)
+            return losses_and_gradients(take, [self.module, self.criterion], there, counts, total)
 
     def _looked_at(self, take: OptimizerStep, *step: Any) -> None:
         """An eager step in which whatever could not be captured is found; it counts as any other,

@@ -80,7 +80,7 @@ class ClosureStep(OptimizerStep):
         """The loss of the global batch."""
         all_reduce_sum([self._sums], self.world)
         total, items = self._sums
-        return (total if self.rule.sums else total / items.clamp_min(1e-30)).to(self._loss_dtype)
+        return (total if self.rule.sums else total / items.clamp_min(1e-30)).to(self._weight.dtype)
 
     def _marks(self) -> torch.Tensor:
         """Numbers that change with the weights, also where these were changed past autograd

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 from allhands.comm import all_gather_text, calls
+from allhands.step.compile_check import relative_gap
+from allhands.step.guards import where_raised
 from allhands.world import World
 
 _WINDOW = 20  # steps whose times are compared
@@ -27,10 +29,13 @@ _MARGIN = 2.0  # so many times what compiling takes must be saved
 _COMPILES = 15.0, 0.5  # seconds, of a model and of each of its layers
 _FASTER = 0.97  # of the time before, at most, or what was tried is taken back
 
+#: Gives the losses and gradients of a step, which is not taken.
+Found = Callable[[], list[torch.Tensor]]
+
 
 class CompileChoice:
     """Measures the steps of a training, tries them compiled where that is expected to pay, and
-    takes that back where it does not.
+    takes that back where it does not, or where their gradients are others.
 
     What is expected: ``left * seconds * 0.25 >= 2 * (15 + 0.5 * layers)``, with the steps that are
     left, the median seconds of the last ones, and the model's layers that have weights. All ranks
@@ -43,6 +48,8 @@ class CompileChoice:
         world: the ranks.
         say: takes a line to print.
         able: this rank has a compiler.
+        allowed: how far the compiled model's losses and gradients may differ from those of the
+            model as it is, in parts of their norm; see `relative_gap`.
     """
 
     def __init__(
@@ -53,7 +60,9 @@ class CompileChoice:
         world: World,
         say: Callable[[str], None],
         able: bool = True,
+        allowed: float = 0.01,
     ) -> None:
+        self._allowed = allowed
         self._compiled, self._left, self._world, self._say = compiled, left, world, say
         self._takes = _COMPILES[0] + _COMPILES[1] * layers
         self._able = able
@@ -78,11 +87,12 @@ class CompileChoice:
         self._enter()
         self._next = math.inf
 
-    def step_taken(self, counts: bool) -> bool:
+    def step_taken(self, counts: bool, found: Found) -> bool:
         """A step is taken.
 
         Args:
             counts: it was of the kind that most steps are.
+            found: gives the losses and gradients of such a step; see `losses_and_gradients`.
 
         Returns:
             Whether the model is compiled, or no longer, from here on.
@@ -94,9 +104,9 @@ class CompileChoice:
             self._times.restart()
         if self._taken < self._next:
             return False
-        return self._judge() if self.active else self._decide()
+        return self._judge() if self.active else self._decide(found)
 
-    def _decide(self) -> bool:
+    def _decide(self, found: Found) -> bool:
         self._next = math.inf
         seconds, left = self._slowest(), self._left()
         if seconds is None or left is None or left * seconds * _SAVES < _MARGIN * self._takes:
@@ -106,8 +116,35 @@ class CompileChoice:
             f"step: {left:,} steps of {1000 * seconds:.3g} ms are left, so that torch.compile is "
             f"tried (about {self._takes:.0f} s); step='graph' or 'eager' never compiles"
         )
-        self._enter()
-        return True
+        refusal = self._refusal(found)
+        if refusal is None:
+            return True
+        self._next = math.inf
+        self._say(f"step: compiled no longer, since {refusal}")
+        self._leave()
+        return False
+
+    def _refusal(self, found: Found) -> str | None:
+        """Have the model compiled; why it is not to stay so, on all ranks alike.
+
+        A wrong result, an error of the compiler and a want of memory show here, where no step
+        depends on them.
+        """
+        refusal = ""
+        try:
+            plain = found()
+            self._enter()
+            gap = relative_gap(plain, found())
+            if not gap <= self._allowed:
+                refusal = (
+                    f"its losses or gradients differ by {gap:.2g} of their norm then, and "
+                    f"{self._allowed:g} is allowed"
+                )
+        except Exception as error:  # whatever it is, the training goes on without
+            lines = str(error).splitlines() or [""]
+            refusal = f"it fails: {type(error).__name__}: {lines[0]}, at {where_raised(error)}"
+        calls.note("comparing the compiled model with the model as it is")
+        return next(filter(None, all_gather_text(refusal, self._world)), None)
 
     def _judge(self) -> bool:
         self._next = math.inf

@@ -187,6 +187,33 @@ def as_count(count: Any) -> Any:
     return count.detach().reshape(()).double() if isinstance(count, torch.Tensor) else float(count)
 
 
+class Weights:
+    """Numbers as tensors on a device, in the format of the losses that they weigh.
+
+    Args:
+        device: of the losses.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.dtype = torch.float64  # until the first loss shows its own
+        self._device = device
+        self._known: dict[float, torch.Tensor] = {}
+
+    def __call__(self, value: float) -> torch.Tensor:
+        weight = self._known.get(value)
+        if weight is None:
+            weight = torch.tensor(value, dtype=self.dtype, device=self._device)
+            if len(self._known) < 64:  # two or three, unless batches are bucketed by size
+                self._known[value] = weight
+        return weight
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Losses are of this format; what is known stays on the device, since the next step may be
+        captured, in which no number could be sent there."""
+        self.dtype = dtype
+        self._known = {value: weight.to(dtype) for value, weight in self._known.items()}
+
+
 def scale_gradients(parameters: list[nn.Parameter], factor: torch.Tensor) -> None:
     """Multiply all gradients by a number, shape [], without reading it."""
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}

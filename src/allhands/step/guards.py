@@ -56,6 +56,14 @@ class HostState:
                 return f"it draws from {name} on the processor, which a replay would not"
         return None
 
+    def restore_attributes(self) -> None:
+        """Give the modules the plain attributes again that they had."""
+        for (_, module), before in zip(self._modules, self._attributes, strict=True):
+            for attribute in _plain(module).keys() - before.keys():
+                delattr(module, attribute)
+            for attribute, value in before.items():
+                setattr(module, attribute, value)
+
 
 def _plain(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN)}

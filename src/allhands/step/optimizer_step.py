@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from allhands.comm import all_reduce_sum
-from allhands.step.counted import as_count, scale_gradients, split_pair
+from allhands.step.counted import Weights, as_count, scale_gradients, split_pair
 from allhands.step.exchange import Exchange, Forward, Passes, Placement
 from allhands.step.loss import Criterion, LossRule, NonFiniteLossError
 from allhands.step.mean_check import leaves_of, map_known
@@ -95,8 +95,7 @@ class OptimizerStep:
         self.before_update: Callable[[], None] | None = None  #: called after the exchange
         self._first_value: torch.Tensor | None = None
         self._failed: NonFiniteLossError | None = None
-        self._weights: dict[float, torch.Tensor] = {}
-        self._loss_dtype = torch.float64  # until the first loss shows its own
+        self._weight = Weights(world.device)
         self._loss: Criterion = self._first_loss
         self._apply = update_function(optimizer)
 
@@ -119,6 +118,32 @@ class OptimizerStep:
         self, batches: Sequence[Any], counts: Sequence[int], total: int, idle: bool
     ) -> float:
         """What of a step can be captured; returns what this rank's losses count."""
+        idle = idle or self.whole is not None  # no gradient is exchanged before all of them exist
+        own, failed = self.forward_backward(batches, counts, total, idle)
+        if self.alone:
+            total = sum(counts)
+        if self.after_backward:
+            if self.before_first_update is not None:
+                self._look_once(counts)
+            return self._exchange_all(failed or self._failed, own, total)
+        if self.several:
+            self.exchange.complete(idle, failed is not None)
+        if self.several and self.world.device.type == "cpu":
+            stop_together(failed, self.parameters, self.world)
+        if self.before_first_update is not None:
+            self._look_once(counts)
+        if self.open:
+            self._divide(total)
+        if self.before_update is not None:
+            self.before_update()
+        self._update()
+        return own
+
+    def forward_backward(
+        self, batches: Sequence[Any], counts: Sequence[int], total: int, idle: bool
+    ) -> tuple[float, NonFiniteLossError | None]:
+        """The passes of a step; returns what this rank's losses count, and the error of one that
+        is not finite, where other ranks wait for this one."""
         for parameter in self.parameters:
             parameter.grad = None
         whole = total
@@ -141,7 +166,6 @@ class OptimizerStep:
         failed = self._failed = None
         try:
             if self.whole is not None:
-                idle = True  # no gradient is exchanged before all of them are there
                 weight = self.scale * whole / max(total, 1) if self.alone else self.scale
                 self._over_batch(batches, counts, weight)
             elif self.passes is not None:
@@ -156,22 +180,7 @@ class OptimizerStep:
                 spoil(self.parameters, float("nan") if idle else None)
         if self.alone and self.rule.counts_targets:
             own = float(counted.sum()) if batches else 0.0
-        if self.after_backward:
-            if self.before_first_update is not None:
-                self._look_once(counts)
-            return self._exchange_all(failed or self._failed, own, total)
-        if self.several:
-            self.exchange.complete(idle, failed is not None)
-        if self.several and self.world.device.type == "cpu":
-            stop_together(failed, self.parameters, self.world)
-        if self.before_first_update is not None:
-            self._look_once(counts)
-        if self.open:
-            self._divide(total)
-        if self.before_update is not None:
-            self.before_update()
-        self._update()
-        return own
+        return own, failed
 
     def _look_once(self, counts: Sequence[int]) -> None:
         look, self.before_first_update = self.before_first_update, None
@@ -394,18 +403,8 @@ class OptimizerStep:
             check.look(output, target)
         if alike and (check is None or self.pairs or check.found is not None):
             self._loss = self.rule.call
-        self._loss_dtype = value.dtype
-        # The next step may be captured, in which no number could be sent to the device.
-        self._weights = {number: weight.to(value.dtype) for number, weight in self._weights.items()}
+        self._weight.cast(value.dtype)
         return loss
-
-    def _weight(self, value: float) -> torch.Tensor:
-        weight = self._weights.get(value)
-        if weight is None:
-            weight = torch.tensor(value, dtype=self._loss_dtype, device=self.world.device)
-            if len(self._weights) < 64:  # two or three, unless batches are bucketed by size
-                self._weights[value] = weight
-        return weight
 
     def _count_targets(self, batches: Sequence[Any], counts: Sequence[int]) -> tuple[Any, Any, Any]:
         """Weights, loss factors and counts of the micro-batches; the global count needs one small
@@ -420,7 +419,7 @@ class OptimizerStep:
         if not self.alone:
             all_reduce_sum([total], self.world)
         # When no target at all counts, every loss is a sum over nothing, 0, and so is its gradient.
-        weight = (self.scale * self.copies / total.clamp_min(1e-30)).to(self._loss_dtype)[0]
+        weight = (self.scale * self.copies / total.clamp_min(1e-30)).to(self._weight.dtype)[0]
         weights = [weight if count else self._weight(0.0) for count in counts]
         return weights, [1.0] * len(batches), counted
 
