@@ -1,9 +1,12 @@
 """GPTs in pieces beside PyTorch's own parts written by hand: tokens a second and memory of each
 card.
 
-    python benchmarks/gpt_parallel.py                                       # all GPUs, 163 million
-    and a billion parameters, bf16 python benchmarks/gpt_parallel.py --device cpu --sizes tiny --out
-    tiny  # that it works, on a CPU
+    # all GPUs, 163 million and a billion parameters, bf16
+    python benchmarks/gpt_parallel.py
+    # 2 workers on one GPU, which nccl takes for two hosts; compiled steps beside captured ones
+    python benchmarks/gpt_parallel.py --one-card --workers 2 --kinds fsdp --steps-by auto compile
+    # that it works, on a CPU
+    python benchmarks/gpt_parallel.py --device cpu --sizes tiny --out tiny
 
 For each kind (fsdp, tensor, pipeline) and size, `gpt_by_hand.py` and allhands take turns in the
 same processes: each makes its model, takes some steps to warm up, and is timed over the next ones,
@@ -17,15 +20,17 @@ of tokens a second, to those of the one by hand in the same turn. No case begins
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import gpt_by_hand
 import torch
+from one_card import own_host
 from report import machine, save_json
 from torch.utils.data import TensorDataset
 
@@ -33,6 +38,7 @@ import allhands
 from allhands import FSDP, Callback, Pipeline, SupervisedRunner, Tensor
 from allhands.launch import spawn
 from allhands.models.transformer import GPT, NextToken
+from allhands.step import STEPS
 from allhands.strategies import Strategy
 
 SIZES = {
@@ -111,7 +117,9 @@ def by_hand(kind: str, sizes: dict[str, int], clock: Clock, tokens: torch.Tensor
         clock.on_step_end(None)
 
 
-def ours(kind: str, sizes: dict[str, int], clock: Clock, tokens: torch.Tensor) -> None:
+def ours(
+    kind: str, sizes: dict[str, int], clock: Clock, tokens: torch.Tensor, step: str = "auto"
+) -> None:
     device, narrow = clock.device, clock.device.type == "cuda"
     # drawn there, which is quicker, and kept elsewhere: the memory that is measured is the
     # strategy's
@@ -134,6 +142,7 @@ def ours(kind: str, sizes: dict[str, int], clock: Clock, tokens: torch.Tensor) -
         optimizer=optimizer,
         distributed=made[kind](),
         callbacks=[clock],
+        step=step,
         precision="bf16" if narrow and kind != "fsdp" else "fp32",
         datasets={
             "batch_size": SAMPLES[kind],
@@ -143,9 +152,18 @@ def ours(kind: str, sizes: dict[str, int], clock: Clock, tokens: torch.Tensor) -
 
 
 def measure(
-    kind: str, size: str, rounds: int, warm: int, steps: int, device: str
+    kind: str,
+    size: str,
+    turns: tuple[int, int, int],
+    device: str,
+    steps_by: Sequence[str],
+    one_card: bool,
 ) -> dict[str, list[dict[str, Any]]]:
-    """On each rank: every contender's figures, turn by turn."""
+    """On each rank: every contender's figures, turn by turn; `turns` is how many there are, and the
+    steps of each that warm up and that count."""
+    if one_card:
+        own_host()
+    rounds, warm, steps = turns
     world = allhands.init(device=device)
     sizes = SIZES[size]
     count = SAMPLES[kind] * (world.world_size if kind == "fsdp" else 1) * (warm + steps)
@@ -153,11 +171,13 @@ def measure(
     tokens = torch.randint(
         sizes["vocab_size"], (count, sizes["block_size"] + 1), generator=generator
     )
-    found: dict[str, list[dict[str, Any]]] = {"by hand": [], "allhands": []}
+    contenders: dict[str, Callable[..., None]] = {"by hand": by_hand}
+    for step in steps_by:
+        name = "allhands" if step == "auto" else f"allhands, {step}"
+        contenders[name] = functools.partial(ours, step=step)
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
     for turn in range(rounds):
-        for name, contender in (("by hand", by_hand), ("allhands", ours))[
-            :: 1 if turn % 2 == 0 else -1
-        ]:
+        for name, contender in list(contenders.items())[:: 1 if turn % 2 == 0 else -1]:
             clock = Clock(warm, steps, world.device)
             contender(kind, sizes, clock, tokens)
             found[name].append(clock.found())
@@ -179,12 +199,13 @@ def slowest(by_rank: list[dict[str, list[dict[str, Any]]]], tokens: int) -> dict
         for key in ("gib", "gib with making"):
             if turns[0][0][key] is not None:
                 result[name][key] = round(max(rank[key] for turn in turns for rank in turn), 3)
-    pairs = zip(
-        result["allhands"]["tokens_per_second"], result["by hand"]["tokens_per_second"], strict=True
-    )
-    result["speed"] = round(statistics.median(a / b for a, b in pairs), 4)
-    if "gib" in result["allhands"]:
-        result["memory"] = round(result["allhands"]["gib"] / result["by hand"]["gib"], 4)
+    raw = result["by hand"]
+    for one in result.values():
+        if one is not raw:
+            pairs = zip(one["tokens_per_second"], raw["tokens_per_second"], strict=True)
+            one["speed"] = round(statistics.median(a / b for a, b in pairs), 4)
+            if "gib" in one:
+                one["memory"] = round(one["gib"] / raw["gib"], 4)
     return result
 
 
@@ -198,21 +219,27 @@ def main() -> None:
     parser.add_argument(
         "--workers", type=int, help="default: one a GPU of this machine, and 2 without"
     )
+    parser.add_argument("--one-card", action="store_true", help="all workers share the first GPU")
+    parser.add_argument("--steps-by", nargs="+", choices=STEPS, default=["auto"])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--warm", type=int, default=4)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=180.0)
-    parser.add_argument("--out", help="name of the file of results; default: gpt_parallel_WORKERS")
+    parser.add_argument(
+        "--out", help="name of the file of results; default: gpt_parallel_[one_card_]WORKERS"
+    )
     given = parser.parse_args()
     if given.workers is None:
         given.workers = torch.cuda.device_count() if given.device == "cuda" else 2
         if given.workers < 2:
             print("gpt_parallel: left out, this machine shows fewer than 2 GPUs")
             return
-    given.out = given.out or f"gpt_parallel_{given.workers}"
+    where = "one_card_" if given.one_card else ""
+    given.out = given.out or f"gpt_parallel_{where}{given.workers}"
     settings = {
         "machine": machine(),
         "workers": given.workers,
+        "one_card": given.one_card,
         "device": given.device,
         "rounds": given.rounds,
         "steps": given.steps,
@@ -226,7 +253,8 @@ def main() -> None:
             if time.perf_counter() - started > given.seconds:
                 print(f"{kind} {size}: left out, after {given.seconds:.0f} s")
                 continue
-            arguments = (kind, size, given.rounds, given.warm, given.steps, given.device)
+            turns = given.rounds, given.warm, given.steps
+            arguments = (kind, size, turns, given.device, given.steps_by, given.one_card)
             try:
                 by_rank = spawn(
                     measure,

@@ -3,12 +3,12 @@
     python benchmarks/library_models.py
     python benchmarks/library_models.py --device cpu --tiny --out tiny   # that it works, on a CPU
 
-BERT-base at 32 x 128 tokens and GPT-2 (124M) at 16 x 1,024 from transformers, ResNet-50 at 64 x
-224 x 224 from torchvision (left out where that is not installed), all in bf16 by autocast, with
-weights drawn at random and AdamW. Batches lie on the GPU, also for the loops by hand, so that what
-is measured is computing and not feeding. A figure is the median of the last 20 steps; under
-`step="auto"`, which decides after 40 steps and looks at the result after 80, of the last of 120.
-`bf16-true` is `step="compile"` with `precision="bf16-true"`.
+BERT-base at 32 x 128 tokens and GPT-2 (124M) at 16 x 1,024 from transformers, ResNet-50 and a
+ViT-S/16 at 64 x 224 x 224 from torchvision (left out where that is not installed), all in bf16 by
+autocast, with weights drawn at random and AdamW. Batches lie on the GPU, also for the loops by
+hand, so that what is measured is computing and not feeding. A figure is the median of the last 20
+steps; under `step="auto"`, which decides after 40 steps and looks at the result after 80, of the
+last of 120. `bf16-true` is `step="compile"` with `precision="bf16-true"`.
 """
 
 from __future__ import annotations
@@ -76,18 +76,24 @@ def gpt2(tiny: bool) -> tuple[nn.Module, Any, Any, int]:
 def resnet50(tiny: bool) -> tuple[nn.Module, Any, Any, int]:
     from torchvision.models import resnet50 as made
 
+    return of_images(made().to(memory_format=torch.channels_last), tiny)
+
+
+def vit(tiny: bool) -> tuple[nn.Module, Any, Any, int]:
+    from torchvision.models import VisionTransformer
+
+    layers, side = (1, 32) if tiny else (12, 224)
+    return of_images(VisionTransformer(side, 16, layers, 6, 384, 1536), tiny)
+
+
+def of_images(model: nn.Module, tiny: bool) -> tuple[nn.Module, Any, Any, int]:
     rows, side = (2, 32) if tiny else (64, 224)
     images = torch.randn(rows * (STEPS if tiny else 8), 3, side, side)
-    model = made().to(memory_format=torch.channels_last)
-    return (
-        model,
-        nn.CrossEntropyLoss(),
-        TensorDataset(images, torch.randint(1000, (len(images),))),
-        rows,
-    )
+    data = TensorDataset(images, torch.randint(1000, (len(images),)))
+    return model, nn.CrossEntropyLoss(), data, rows
 
 
-TASKS = {"bert": bert, "gpt2": gpt2, "resnet50": resnet50}
+TASKS = {"bert": bert, "resnet50": resnet50, "vit-s": vit, "gpt2": gpt2}
 
 
 class Clock(Callback):

@@ -103,24 +103,31 @@ def launch(found: dict[str, Any]) -> list[Table]:
 
 
 def gpt_parallel(found: dict[str, Any]) -> list[Table]:
+    cases = found["cases"]
+    names = [name for name in next(iter(cases.values())) if name != "by hand"]
     rows = []
-    for case, figures in found["cases"].items():
-        speeds = [max(figures[name]["tokens_per_second"]) for name in ("by hand", "allhands")]
-        memory = [figures[name].get("gib") for name in ("by hand", "allhands")]
+    for case, figures in cases.items():
+        raw = figures["by hand"]
+        speeds = [
+            f"{max(figures[name]['tokens_per_second']):,.0f} ({figures[name]['speed']:.2f})"
+            for name in names
+        ]
+        memory = [figures[name].get("gib") for name in ("by hand", *names)]
         rows.append(
             [
                 case,
-                f"{speeds[0]:,.0f}",
-                f"{speeds[1]:,.0f} ({figures['speed']:.2f})",
+                f"{max(raw['tokens_per_second']):,.0f}",
+                *speeds,
                 *("" if gib is None else f"{gib:.2f}" for gib in memory),
             ]
         )
+    shared = " on one GPU" if found.get("one_card") else ""
     header = [
-        f"{found['workers']} workers",
+        f"{found['workers']} workers{shared}",
         "tokens a second, by hand",
-        "allhands",
+        *names,
         "GiB, by hand",
-        "allhands",
+        *names,
     ]
     turns = f"{found['rounds']} turn{'s' if found['rounds'] > 1 else ''}"
     return [(f"{turns} of {found['steps']} steps, {about(found)}", header, rows)]

@@ -16,13 +16,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import gc
 import io
 import json
-import os
-import platform
-import socket
 import time
 import traceback
 from collections.abc import Sequence
@@ -30,6 +26,7 @@ from typing import Any
 
 import torch
 from gpt_parallel import Clock
+from one_card import own_host
 from report import RESULTS, machine, save_json
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -56,7 +53,6 @@ MODELS = tuple(SAMPLES)
 # Steps before those that are timed, and those: by the number of workers, one or several, which send
 # over sockets.
 WARM, STEPS = (6, 1), (10, 2)
-CLONE_NEWUTS = 0x04000000
 # GiB of one workspace of cuBLAS on an H200, which each stream has.
 WORKSPACE = 1 / 16
 
@@ -188,14 +184,6 @@ def train(case: Case, world: allhands.World, quick: bool) -> dict[str, Any]:
         "data": (sum(one.nbytes for one in data.tensors) + row * (block - len(batch[0]))) / GIB,
         "said": [line.strip() for line in said.getvalue().splitlines() if "step" in line],
     }
-
-
-def own_host() -> None:
-    """Give this process a name of a host of its own: nccl takes several workers on one GPU where
-    each is on another host."""
-    if ctypes.CDLL(None).unshare(CLONE_NEWUTS) == 0:
-        socket.sethostname(f"worker-{os.environ.get('RANK', '')}")
-        platform._uname_cache = None  # type: ignore[attr-defined]
 
 
 def work(cases: Sequence[Case], device: str, quick: bool, ends: float) -> None:
