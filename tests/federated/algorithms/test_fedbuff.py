@@ -11,7 +11,7 @@ from torch import nn
 from allhands.errors import UserError
 from allhands.federated import Federated
 from allhands.federated.algorithms import FedAvg, FedBuff
-from allhands.federated.buffered import BufferedRounds
+from allhands.federated.federated_settings import BufferedRounds
 from allhands.federated.privacy import Privacy
 from allhands.federated.rounds import Rounds
 from allhands.federated.systems import Systems

@@ -94,7 +94,7 @@ def test_steps_are_recorded_once_a_size_and_end_at_the_models_of_serial(norm, al
 def test_clients_that_are_handed_over_several_at_once(algorithm, monkeypatch):
     expected = rounds("batch", algorithm=algorithm)
     expected.run()
-    monkeypatch.setattr("allhands.federated.executors.gathering.AT_ONCE", {"cpu": 3})
+    monkeypatch.setattr("allhands.federated.executors.serial.AT_ONCE", {"cpu": 3})
     made, sizes = rounds("batch", algorithm=algorithm), []
     whole = made.algorithm.contribute
     monkeypatch.setattr(
@@ -110,7 +110,7 @@ def test_clients_that_are_handed_over_several_at_once(algorithm, monkeypatch):
 
 
 def test_clients_before_one_that_fails_are_handed_over_too(monkeypatch):
-    monkeypatch.setattr("allhands.federated.executors.gathering.AT_ONCE", {"cpu": 16})
+    monkeypatch.setattr("allhands.federated.executors.serial.AT_ONCE", {"cpu": 16})
     made, done = rounds("group"), []
     made.work.samples.tensors[1][40] = 7  # of client 2, beyond the classes
     with pytest.raises(ClientError, match="client 2"):

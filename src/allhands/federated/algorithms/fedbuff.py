@@ -151,7 +151,7 @@ class FedBuff(Algorithm):
         if self.arriving is None:
             raise UserError(
                 "algorithm='fedbuff' does not go by cohorts; derive the class that you pass as "
-                "stages= from allhands.federated.buffered.BufferedRounds"
+                "stages= from allhands.federated.federated_settings.BufferedRounds"
             )
         updates, kept = trained.updates, trained.own[UNDER_WAY]
         here = torch.tensor(
