@@ -106,7 +106,6 @@ class OperationRequest:
 
 
 def ranks_text(ranks: Any) -> str:
-    """ "rank 1", or "ranks 0, 2"."""
     ordered = sorted(ranks)
     return f"rank{'s' if len(ordered) > 1 else ''} {', '.join(map(str, ordered))}"
 

@@ -7,6 +7,17 @@ from typing import Any
 
 from allhands.errors import UserError
 
+__all__ = [
+    "ActiveAverage",
+    "Adasum",
+    "Average",
+    "Max",
+    "Min",
+    "Product",
+    "ReduceOp",
+    "Sum",
+]
+
 
 class ReduceOp(enum.StrEnum):
     """How the values of the ranks become one.

@@ -2,18 +2,4 @@
 
 from __future__ import annotations
 
-from allhands.horovod.tensorflow.keras.callbacks import (
-    BestModelCheckpoint,
-    BroadcastGlobalVariablesCallback,
-    LearningRateScheduleCallback,
-    LearningRateWarmupCallback,
-    MetricAverageCallback,
-)
-
-__all__ = [
-    "BestModelCheckpoint",
-    "BroadcastGlobalVariablesCallback",
-    "LearningRateScheduleCallback",
-    "LearningRateWarmupCallback",
-    "MetricAverageCallback",
-]
+from allhands.horovod.tensorflow.keras.callbacks import *  # noqa: F403

@@ -2,18 +2,4 @@
 
 from __future__ import annotations
 
-from allhands.horovod.tensorflow.keras.elastic import (
-    CommitStateCallback,
-    KerasState,
-    UpdateBatchStateCallback,
-    UpdateEpochStateCallback,
-    run,
-)
-
-__all__ = [
-    "CommitStateCallback",
-    "KerasState",
-    "UpdateBatchStateCallback",
-    "UpdateEpochStateCallback",
-    "run",
-]
+from allhands.horovod.tensorflow.keras.elastic import *  # noqa: F403

@@ -143,7 +143,6 @@ def derived(name: str | None, suffix: str) -> str | None:
 
 
 def check_device(argument: str, device: Any) -> None:
-    """Refuse a device that tensors are not exchanged on."""
     if device and "cpu" not in str(device).lower():
         raise UserError(
             f"{argument}={device!r}: tensors are exchanged through the memory of the host: leave "

@@ -13,12 +13,7 @@ OLDEST = (2, 16)
 
 
 def checked_tensorflow() -> Any:
-    """The module ``tensorflow``.
-
-    Raises:
-        UserError: it is not installed, older than 2.16, or Keras is told to be Keras 2 or on
-            another backend; the message says what to install, set or unset.
-    """
+    """The module ``tensorflow``."""
     try:
         tensorflow = importlib.import_module("tensorflow")
     except ModuleNotFoundError as error:

@@ -5,157 +5,34 @@ What is different from Horovod, and why, is on the page docs/horovod.md.
 
 from __future__ import annotations
 
-from allhands.horovod.basics import (
-    ProcessSet,
-    add_process_set,
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    get_process_set_ids_and_ranks,
-    global_process_set,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    remove_process_set,
-    rocm_built,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-)
+from allhands.horovod import basics, reduce_ops
+from allhands.horovod.basics import *  # noqa: F403
 from allhands.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt
-from allhands.horovod.reduce_ops import (
-    ActiveAverage,
-    Adasum,
-    Average,
-    Max,
-    Min,
-    Product,
-    ReduceOp,
-    Sum,
-)
-from allhands.horovod.torch import elastic
+from allhands.horovod.reduce_ops import *  # noqa: F403
+from allhands.horovod.torch import elastic, functions, reductions, rows
 from allhands.horovod.torch.compression import Compression
-from allhands.horovod.torch.functions import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
+from allhands.horovod.torch.functions import *  # noqa: F403
 from allhands.horovod.torch.ops import barrier, join
 from allhands.horovod.torch.optimizer import DistributedOptimizer
 from allhands.horovod.torch.pending import poll, synchronize
-from allhands.horovod.torch.reductions import (
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    sparse_allreduce_async,
-)
-from allhands.horovod.torch.rows import (
-    allgather,
-    allgather_async,
-    alltoall,
-    alltoall_async,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather,
-    grouped_allgather_async,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    reducescatter,
-    reducescatter_async,
-)
+from allhands.horovod.torch.reductions import *  # noqa: F403
+from allhands.horovod.torch.rows import *  # noqa: F403
 from allhands.horovod.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
-    "ActiveAverage",
-    "Adasum",
-    "Average",
     "Compression",
     "DistributedOptimizer",
     "HorovodInternalError",
     "HostsUpdatedInterrupt",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
-    "ReduceOp",
-    "Sum",
     "SyncBatchNorm",
-    "add_process_set",
-    "allgather",
-    "allgather_async",
-    "allgather_object",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "alltoall_async",
     "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
     "elastic",
-    "get_process_set_ids_and_ranks",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
     "join",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
     "poll",
-    "rank",
-    "reducescatter",
-    "reducescatter_async",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
-    "sparse_allreduce_async",
-    "start_timeline",
-    "stop_timeline",
     "synchronize",
 ]
+__all__ += basics.__all__
+__all__ += reduce_ops.__all__
+__all__ += functions.__all__
+__all__ += reductions.__all__
+__all__ += rows.__all__

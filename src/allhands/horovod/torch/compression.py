@@ -27,8 +27,6 @@ class NoneCompressor(Compressor):
 
 
 class _Cast(Compressor):
-    """Floating-point tensors travel as `dtype`; others as they are."""
-
     dtype: torch.dtype
 
     @classmethod

@@ -11,6 +11,13 @@ from allhands.errors import UserError, kind_of
 from allhands.horovod import engine
 from allhands.horovod.process_sets import ProcessSet, global_process_set
 
+__all__ = [
+    "allgather_object",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+]
+
 
 def broadcast_parameters(params: Any, root_rank: int = 0) -> None:
     """Overwrite tensors with rank `root_rank`'s, all in one message a sort of device.

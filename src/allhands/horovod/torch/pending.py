@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 
 from allhands.horovod.handles import Handle
+
+_Args = ParamSpec("_Args")
 
 
 class AsyncResult:
@@ -47,3 +50,15 @@ def only(values: list[torch.Tensor]) -> torch.Tensor:
 def same(values: Any) -> Any:
     """A group's result."""
     return values
+
+
+def waited(name: str, begin: Callable[_Args, AsyncResult]) -> Callable[_Args, Any]:
+    """The function of this name that begins an operation as `begin` does, and returns its result
+    once it is over."""
+
+    @functools.wraps(begin)
+    def run(*args: _Args.args, **kwargs: _Args.kwargs) -> Any:
+        return begin(*args, **kwargs).wait()
+
+    run.__name__ = run.__qualname__ = name
+    return run

@@ -235,7 +235,6 @@ class Reducer:
         return flat
 
     def _send_sparse(self, bucket: OptimizerBucket) -> list[torch.nn.Parameter]:
-        """Send the sparse gradients, or make them dense; returns the parameters that are left."""
         left = []
         for param in bucket.params:
             gradient = param.grad

@@ -19,7 +19,19 @@ from allhands.horovod.handles import Handle
 from allhands.horovod.process_sets import ProcessSet, global_process_set
 from allhands.horovod.reduce_ops import Average, ReduceOp, checked
 from allhands.horovod.torch.compression import Compression
-from allhands.horovod.torch.pending import AsyncResult, only, same
+from allhands.horovod.torch.pending import AsyncResult, only, same, waited
+
+__all__ = [
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "sparse_allreduce_async",
+]
 
 Tensors = Sequence[torch.Tensor]
 
@@ -34,10 +46,8 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> AsyncResult:
     """Begin to reduce tensors over the ranks, all or nothing; see `allreduce`."""
-    return AsyncResult(
-        _reduce(tensors, average, name, op, prescale_factor, postscale_factor, process_set, None),
-        same,
-    )
+    handle = _reduce(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
+    return AsyncResult(handle, same)
 
 
 def grouped_allreduce_async_(
@@ -64,7 +74,7 @@ def _reduce(
     pre: float,
     post: float,
     process_set: ProcessSet,
-    outputs: Tensors | None,
+    outputs: Tensors | None = None,
 ) -> Handle:
     return engine.current().allreduce(
         tensors,
@@ -87,10 +97,8 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> AsyncResult:
     """Begin to reduce a tensor over the ranks; see `allreduce`."""
-    return AsyncResult(
-        _reduce([tensor], average, name, op, prescale_factor, postscale_factor, process_set, None),
-        only,
-    )
+    handle = _reduce([tensor], average, name, op, prescale_factor, postscale_factor, process_set)
+    return AsyncResult(handle, only)
 
 
 def allreduce_async_(
@@ -109,36 +117,11 @@ def allreduce_async_(
     return AsyncResult(handle, lambda _: tensor)
 
 
-def allreduce_(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Any = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
-    """Reduce a tensor over the ranks in place; see `allreduce`."""
-    result: torch.Tensor = allreduce_async_(
-        tensor, average, name, op, prescale_factor, postscale_factor, process_set
-    ).wait()
-    return result
+allreduce_ = waited("allreduce_", allreduce_async_)
+"""Reduce a tensor over the ranks in place; see `allreduce`."""
 
-
-def grouped_allreduce_(
-    tensors: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Any = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> list[torch.Tensor]:
-    """Reduce tensors over the ranks in place, all or nothing; see `allreduce`."""
-    result: list[torch.Tensor] = grouped_allreduce_async_(
-        tensors, average, name, op, prescale_factor, postscale_factor, process_set
-    ).wait()
-    return result
+grouped_allreduce_ = waited("grouped_allreduce_", grouped_allreduce_async_)
+"""Reduce tensors over the ranks in place, all or nothing; see `allreduce`."""
 
 
 def allreduce(

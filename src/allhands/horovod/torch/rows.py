@@ -11,8 +11,25 @@ from allhands.horovod import engine
 from allhands.horovod.process_sets import ProcessSet, global_process_set
 from allhands.horovod.reduce_ops import Average, checked
 from allhands.horovod.torch.compression import Compression
-from allhands.horovod.torch.pending import AsyncResult, only, same
+from allhands.horovod.torch.pending import AsyncResult, only, same, waited
 from allhands.horovod.torch.reductions import allreduce_async, grouped_allreduce_async
+
+__all__ = [
+    "allgather",
+    "allgather_async",
+    "alltoall",
+    "alltoall_async",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "reducescatter",
+    "reducescatter_async",
+]
 
 Tensors = Sequence[torch.Tensor]
 
@@ -109,15 +126,8 @@ def broadcast_async_(
     return AsyncResult(handle, lambda _: tensor)
 
 
-def broadcast_(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
-    """Overwrite the tensor with rank `root_rank`'s; see `broadcast`."""
-    result: torch.Tensor = broadcast_async_(tensor, root_rank, name, process_set).wait()
-    return result
+broadcast_ = waited("broadcast_", broadcast_async_)
+"""Overwrite the tensor with rank `root_rank`'s; see `broadcast`."""
 
 
 def broadcast(

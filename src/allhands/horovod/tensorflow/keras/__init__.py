@@ -12,32 +12,8 @@ checked_tensorflow()
 
 import tensorflow as tf
 
-from allhands.horovod.basics import (
-    add_process_set,
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    remove_process_set,
-    rocm_built,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-)
+from allhands.horovod import basics
+from allhands.horovod.basics import *  # noqa: F403
 from allhands.horovod.process_sets import ProcessSet, global_process_set
 from allhands.horovod.reduce_ops import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from allhands.horovod.tensorflow import collectives, reductions
@@ -61,10 +37,8 @@ __all__ = [
     "Max",
     "Min",
     "PartialDistributedOptimizer",
-    "ProcessSet",
     "Product",
     "Sum",
-    "add_process_set",
     "allgather",
     "allreduce",
     "broadcast",
@@ -72,34 +46,11 @@ __all__ = [
     "broadcast_object",
     "broadcast_variables",
     "callbacks",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
     "elastic",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
     "load_model",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "rank",
     "reducescatter",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
-    "start_timeline",
-    "stop_timeline",
 ]
+__all__ += basics.__all__
 
 
 def DistributedOptimizer(
