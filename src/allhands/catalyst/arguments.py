@@ -37,9 +37,6 @@ def train_arguments(
         callbacks: of the caller.
         given: the arguments of Catalyst's `train`.
         by_batch: callbacks compute with each batch.
-
-    Raises:
-        UserError: an argument is not known, or cannot be honoured.
     """
     given = dict(given)
     for name in [name for name in given if name in _WITHOUT_EFFECT]:

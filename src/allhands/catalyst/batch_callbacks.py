@@ -30,11 +30,7 @@ class BatchPart(ArgumentCallback, BatchCallback):
         """A training begins."""
 
     def looked_up(self, runner: Any, key: str | None) -> Any:
-        """A member of the runner's batch.
-
-        Raises:
-            UserError: it has none of this name.
-        """
+        """A member of the runner's batch."""
         kind, batch = type(self).__name__, runner.batch
         if not isinstance(key, str):
             raise UserError(f"{kind} needs to know what it looks at; write input_key, target_key")
@@ -58,11 +54,7 @@ class BatchPart(ArgumentCallback, BatchCallback):
 
 
 def metric_of(callback: Any, runner: Any, key: str) -> torch.Tensor:
-    """A member of ``batch_metrics``.
-
-    Raises:
-        UserError: it was not set.
-    """
+    """A member of ``batch_metrics``."""
     if key in runner.batch_metrics:
         return runner.batch_metrics[key]
     kind, known = type(callback).__name__, ", ".join(runner.batch_metrics) or "nothing"
@@ -340,11 +332,7 @@ class MetricAggregationCallback(BatchPart):
 
 
 def chosen_from(given: Any, key: str | None, what: str, callback: Any) -> Any:
-    """One of several by its key, or the only one.
-
-    Raises:
-        UserError: there is none of this name, or none was named.
-    """
+    """One of several by its key, or the only one."""
     several = isinstance(given, Mapping)
     if several and key in given:
         return given[key]

@@ -138,7 +138,6 @@ class BatchRunner(BatchHooks):
     # ------------------------------------------------------------------ a batch
 
     def train_step(self, loop: Any, batch: Any) -> None:
-        """The steps of one batch."""
         self.batch_step = loop.global_step + 1
         if not loop.accumulates:
             (rows,) = batch.parts
@@ -193,7 +192,6 @@ class BatchRunner(BatchHooks):
         self.handle_batch(batch)
 
     def measure(self, callback: Any, output: torch.Tensor, target: torch.Tensor) -> None:
-        """Take in what a callback measures of the batch."""
         if self._means is not None and self.batch_size:
             self._means.observe_for(callback, output, target)
 
@@ -220,9 +218,6 @@ class BatchRunner(BatchHooks):
 
         Returns:
             These, with the ``loader_metrics`` that hooks have set.
-
-        Raises:
-            UserError: a hook has set one that the workers do not agree on.
         """
         if "loss" in values:
             values = {"loss": values["loss"], **values}

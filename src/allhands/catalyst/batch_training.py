@@ -59,8 +59,6 @@ class HookedSupervisedTraining(HookedTraining, SupervisedTraining):
 
 
 class BatchTraining(HookedTraining, OwnTraining):
-    """A training of which the runner computes each batch."""
-
     steps_kind = HandSteps
 
     def _make_loop(self, runner: Any) -> BaseLoop:

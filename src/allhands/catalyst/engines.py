@@ -72,11 +72,7 @@ class DistributedDataParallelEngine(EngineSettings):
 
 
 def device_with(engine: Any, device: str | None) -> str | None:
-    """The device of a runner that was given an engine.
-
-    Raises:
-        UserError: it is no engine of these, or another device was given.
-    """
+    """The device of a runner that was given an engine."""
     if engine is None:
         return device
     if not isinstance(engine, EngineSettings):
@@ -91,11 +87,7 @@ def device_with(engine: Any, device: str | None) -> str | None:
 
 
 def apply_engine(runner: Any, engine: Any, given: dict[str, Any]) -> None:
-    """Give a runner an engine's device, and the arguments of `train` its settings.
-
-    Raises:
-        UserError: it is no engine of these, or the arguments say something else.
-    """
+    """Give a runner an engine's device, and the arguments of `train` its settings."""
     runner.device = device_with(engine, runner.device)
     for name, value in engine.settings.items():
         if given.setdefault(name, value) != value:

@@ -96,11 +96,7 @@ def _loaders(history: Mapping[str, Any]) -> dict[str, dict[str, list[float]]]:
 
 
 def logger_callbacks(loggers: Any) -> list[Any]:
-    """The callbacks that Catalyst's ``loggers`` are: of a dict or a list.
-
-    Raises:
-        UserError: one is no logger of these.
-    """
+    """The callbacks that Catalyst's ``loggers`` are: of a dict or a list."""
     members = list(loggers.values() if isinstance(loggers, Mapping) else loggers)
     for one in members:
         if not isinstance(one, ConsoleLogger | FolderLogger):

@@ -32,12 +32,7 @@ class HandSteps(OwnSteps):
         return self.settings.accumulate > 1 or self.settings.precision != "fp32"
 
     def add_gradients(self, loss: torch.Tensor) -> None:
-        """The backward pass of a loss that is the mean over the samples of the batch.
-
-        Raises:
-            UserError: gradients that were used are there still; the strategy takes part in the
-                passes.
-        """
+        """The backward pass of a loss that is the mean over the samples of the batch."""
         if self.is_accumulating:
             assert self.rows is not None
             self.backward(loss, self.rows.count)
@@ -66,11 +61,7 @@ class HandSteps(OwnSteps):
         return step
 
     def take_step(self, name: str) -> None:
-        """Exchange the gradients of an optimizer, and update its parameters.
-
-        Raises:
-            UserError: no backward pass came before.
-        """
+        """Exchange the gradients of an optimizer, and update its parameters."""
         if self.is_accumulating:
             return  # it is taken after the batch
         step = self._open_steps.pop(name, None)

@@ -35,7 +35,6 @@ class LoaderMeans(LossMean):
             own.start(where)
 
     def observe_for(self, callback: Any, output: torch.Tensor, target: torch.Tensor) -> None:
-        """Take in an output and a target of one of the callbacks."""
         own = next(
             own for own, one in zip(self._own, self._callbacks, strict=True) if one is callback
         )

@@ -178,7 +178,6 @@ class SupervisedRunner(BatchRunner, allhands.runner.SupervisedRunner):
         return {}
 
     def _outputs(self, output: Any) -> dict[str, Any]:
-        """The model's output, by names."""
         keys = self.output_key
         if isinstance(keys, str):
             return {keys: output}

@@ -31,7 +31,6 @@ class ArgumentCallback:
 
 
 def _given(values: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Those that are not None."""
     return {name: value for name, value in (values or {}).items() if value is not None}
 
 
@@ -45,9 +44,6 @@ def translate(
         callbacks: of the caller.
         given: the arguments that were given besides.
         by_batch: those that compute with a batch are left.
-
-    Raises:
-        UserError: two say different things, or a callback names a key that the runner has not.
     """
     settings = _given(given)
     metrics: dict[str, Any] = dict(settings.pop("metrics", None) or {})

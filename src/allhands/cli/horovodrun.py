@@ -113,9 +113,6 @@ def translated(words: list[str], arity: Mapping[str, int]) -> list[str]:
     Args:
         words: all of them; those from the script on stay.
         arity: the options of `allhands launch`, and how many values each takes.
-
-    Raises:
-        UserError: an option cannot be honoured; the message says what to write instead.
     """
     found = _read(words, arity)
     if "--horovod" not in found.own:  # it is the script's

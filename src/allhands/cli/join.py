@@ -50,11 +50,7 @@ def join(
 
 
 def read_token(file: Path | None) -> str:
-    """The job's token, from its file, or from the environment.
-
-    Raises:
-        UserError: there is none, or others than its owner may read the file.
-    """
+    """The job's token, from its file, or from the environment."""
     if file is None:
         token = os.environ.get(TOKEN, "")
         if not token:

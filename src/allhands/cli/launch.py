@@ -219,9 +219,6 @@ def read_env(words: Sequence[str], option: str = "--env") -> dict[str, str | Non
     Args:
         words: NAME, NAME=VALUE, or as MXNet's launcher has it NAME:VALUE.
         option: as it was written.
-
-    Raises:
-        UserError: a name is none, or NAME alone is not set here.
     """
     found: dict[str, str | None] = {}
     for word in words:
@@ -273,9 +270,6 @@ def parse(words: list[str], *, elsewhere: bool = False) -> Command:
     Args:
         words: the command and its arguments, or the whole command in one word.
         elsewhere: it runs on other hosts, where other files exist; the name alone decides.
-
-    Raises:
-        UserError: there is no such file or program.
     """
     if len(words) == 1 and " " in words[0] and not Path(words[0]).exists():
         # A whole command in quotes, as launchers of parameter servers take it.

@@ -153,7 +153,6 @@ def _completes(argv: list[str]) -> bool:
 
 
 def _completed_word() -> str | None:
-    """The subcommand in the line that a shell completes."""
     line = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS") or ""
     return next((word for word in line.split()[1:] if word in SUBCOMMANDS), None)
 

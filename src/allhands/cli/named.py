@@ -109,7 +109,6 @@ def raise_all(problems: list[str]) -> None:
 def choice(
     run_file: RunFile, section: str, known: Mapping[str, Any], leading: int = 0, **more: Any
 ) -> Choice:
-    """What a section names, and its options."""
     name, kind = choose(run_file, section, known)
     chosen = getattr(run_file.config, section)
     options = dict(chosen.options)

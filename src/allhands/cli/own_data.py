@@ -14,10 +14,6 @@ from allhands.errors import UserError, kind_of
 def options_of(name: str, root: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
     """What the function is called with: ``data.root`` as `root`, where it takes that, and
     ``data.options``.
-
-    Raises:
-        UserError: there is nothing at the root; the function does not take an option, or needs one
-            that is not there.
     """
     if root is not None and not Path(root).exists():
         raise UserError(

@@ -227,7 +227,6 @@ def _measured(profile: Path | None) -> MeasuredLinks | None:
 
 
 def _definition(run_file: RunFile) -> dict[str, Any]:
-    """The arguments of `allhands.plan` that a run file gives."""
     import torch
 
     from allhands.cli.run_data import entry_of

@@ -69,7 +69,6 @@ class Predictions:
 
 
 def _arrays(name: str, output: Any) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors of an output by name."""
     if isinstance(output, torch.Tensor):
         floats = output.float() if output.dtype == torch.bfloat16 else output
         yield name, floats.numpy()

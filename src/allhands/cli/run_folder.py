@@ -61,11 +61,7 @@ class RunFolder:
 
 
 def read_folder(given: Path) -> RunFolder:
-    """The logdir that `given` is, or that it lies in.
-
-    Raises:
-        UserError: there is no run there; names those that are near.
-    """
+    """The logdir that `given` is, or that it lies in."""
     path = given.expanduser()
     for folder in (path, *path.absolute().parents[:3]):
         if (folder / METRICS).is_file():
@@ -80,11 +76,7 @@ def read_folder(given: Path) -> RunFolder:
 
 
 def read_rows(path: Path) -> dict[str, list[float]]:
-    """The columns of a ``metrics.csv``.
-
-    Raises:
-        UserError: it is no such file.
-    """
+    """The columns of a ``metrics.csv``."""
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
         try:
@@ -98,11 +90,7 @@ def read_rows(path: Path) -> dict[str, list[float]]:
 
 
 def needed_run_file(folder: RunFolder, overrides: list[str] | None) -> RunFile:
-    """The run file, where one is needed.
-
-    Raises:
-        UserError: a script has trained, which has stored none.
-    """
+    """The run file, where one is needed."""
     file = folder.run_file(overrides)
     if file is None:
         raise UserError(

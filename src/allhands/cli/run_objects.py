@@ -371,7 +371,6 @@ def loggers_of(run_file: RunFile) -> list[Logger]:
 
 
 def callbacks_of(run_file: RunFile, main_metric: str, minimize: bool) -> list[Callback]:
-    """The callbacks, and what `early_stopping` says."""
     given = run_file.config
     found: list[Callback] = _listed(run_file, "callbacks")
     if given.early_stopping is not None:
@@ -410,7 +409,6 @@ def loop_choice(run_file: RunFile) -> Choice:
 
 
 def strategy_from(run_file: RunFile) -> Strategy:
-    """The strategy that the run file names."""
     return strategy_of(run_file, _STRATEGIES)
 
 

@@ -25,7 +25,6 @@ def schedulers() -> dict[str, Any]:
 
 
 def scheduler_choice(run_file: RunFile) -> Choice:
-    """The scheduler that the run file names, and its options."""
     section = run_file.config.scheduler
     assert section is not None
     wanted = section.name

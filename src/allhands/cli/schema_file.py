@@ -32,7 +32,6 @@ def schema() -> int:
 
 
 def schema_of_runs() -> dict[str, Any]:
-    """The schema, with the names that each section takes and the options of each."""
     from allhands.cli.run_objects import known_names
 
     made = RunConfig.model_json_schema()

@@ -71,7 +71,6 @@ def table(folder: RunFolder, width: int, most: int | None) -> list[str]:
 
 
 def all_curves(folder: RunFolder, width: int, braille: bool) -> list[str]:
-    """The curves of each metric, those of all loaders in one frame."""
     found: dict[str, dict[str, list[float]]] = {}
     for name in folder.measured:
         loader, _, metric = name.partition("_")

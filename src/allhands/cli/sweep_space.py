@@ -63,11 +63,7 @@ class Space:
 
 
 def space_of(over: Sequence[str], between: Sequence[str]) -> Space:
-    """From ``optimizer.lr=1e-3,1e-2`` and ``optimizer.lr=1e-5..1e-1:log``.
-
-    Raises:
-        UserError: a text is of another form, or a key is given twice.
-    """
+    """From ``optimizer.lr=1e-3,1e-2`` and ``optimizer.lr=1e-5..1e-1:log``."""
     found = Space()
     for text in over:
         key, _, values = text.partition("=")
@@ -143,7 +139,6 @@ class Study:
             self._space[key] = kind(one.low, one.high, log=one.log)
 
     def ask(self, number: int) -> Values:
-        """The values of trial `number`."""
         trial = self._study.ask(self._space)
         self._trials[number] = trial
         return {key: self._values.get(key, {}).get(v, v) for key, v in trial.params.items()}

@@ -46,9 +46,6 @@ def checked_compress(
 
     Returns:
         ``{"name": …, option: …}``; None for None.
-
-    Raises:
-        UserError: there is no such codec or option here, or a value is out of range.
     """
     if given is None:
         return None
@@ -92,11 +89,7 @@ def checked_compress(
 
 
 def merged_old(compress: Any, old: Any, where: str, name: str) -> Any:
-    """What was chosen by ``compress=``, or by an option that had another name before.
-
-    Raises:
-        UserError: both were given.
-    """
+    """What was chosen by ``compress=``, or by an option that had another name before."""
     if old is None:
         return compress
     if compress is not None:

@@ -66,7 +66,6 @@ class FlatLayout:
         return [part.view(place.shape) for part, place in zip(parts, self.places, strict=True)]
 
     def named(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """`views` by name."""
         return {place.name: view for place, view in zip(self.places, self.views(flat), strict=True)}
 
     def write(self, flat: torch.Tensor, tensors: Iterable[torch.Tensor]) -> None:

@@ -83,7 +83,6 @@ def read_run(
 
 
 def _without(values: dict[str, Any], failed: ValidationError) -> RunConfig | None:
-    """The run without the keys that are wrong; None where that is none."""
     for error in failed.errors():
         path = error["loc"] if error["type"] != "missing" else error["loc"][:-1]
         parent: Any = values
@@ -99,11 +98,7 @@ def _without(values: dict[str, Any], failed: ValidationError) -> RunConfig | Non
 
 
 def parse_override(text: str) -> tuple[KeyPath, Any]:
-    """``optimizer.lr=1e-3`` as its path and its value, which is read as YAML.
-
-    Raises:
-        UserError: it is not of the form key=value.
-    """
+    """``optimizer.lr=1e-3`` as its path and its value, which is read as YAML."""
     match = _OVERRIDE.fullmatch(text)
     if match is None:
         raise UserError(
@@ -311,7 +306,6 @@ _ABSENT = object()
 
 
 def _section_at(path: Iterable[str]) -> type[BaseModel] | None:
-    """The schema of the section at a path; None where there is none."""
     section: type[BaseModel] = RunConfig
     for key in path:
         if key.isdecimal():  # of a list of sections

@@ -21,9 +21,6 @@ def share_data(name: str, dataset: Any, world: World) -> Any:
     Scripts that draw random tensors without a seed make other data on each rank. A tensor data set
     is then replaced by rank 0's, which is said once; of other data sets only the length can be
     compared.
-
-    Raises:
-        UserError: the ranks hold data sets of different sizes or types.
     """
     if world.world_size == 1:
         return dataset

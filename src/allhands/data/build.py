@@ -116,12 +116,8 @@ def build_feeds(
 
 
 def sources_from_loaders(loaders: Any) -> dict[str, Source]:
-    """Read the settings of ready-made DataLoaders, ``{"train": DataLoader, "valid": DataLoader}``.
-
-    Raises:
-        UserError: it is no mapping of names to DataLoaders, or a DataLoader has a setting that
-            cannot be honoured.
-    """
+    """Read the settings of ready-made DataLoaders, ``{"train": DataLoader, "valid":
+    DataLoader}``."""
     if not isinstance(loaders, Mapping) or not loaders:
         raise UserError(
             f'loaders must be a dict of names to DataLoaders, such as {{"train": loader, "valid": '
@@ -139,9 +135,6 @@ def sources_from_datasets(datasets: Any, seed: int) -> dict[str, Source]:
     ``{"dataset": ds, **options}``. With ``{"get_datasets_fn": fn, **kwargs}`` the keys that are no
     loader options are passed to ``fn``, which is called with the global generators seeded alike on
     every rank.
-
-    Raises:
-        UserError: an unknown or contradictory key.
     """
     if not isinstance(datasets, Mapping):
         raise UserError(

@@ -189,8 +189,6 @@ class InMemoryFeed(Feed):
             yield self._step_of(order, dealer)(dealer.share(first, len(order) - first, self.rank))
 
     def _step_of(self, order: torch.Tensor, dealer: Dealer) -> Callable[[StepShare], StepBatch]:
-        """What takes a share of a step to its micro-batches."""
-
         def step(share: StepShare) -> StepBatch:
             parts = [part for _, part in cut(order, share)]
             batches = []

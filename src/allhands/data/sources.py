@@ -107,7 +107,6 @@ class _Drawing:
         )
 
     def _stateful(self) -> Any:
-        """The part that keeps a state of its own, or None."""
         for part in self._parts():
             if callable(getattr(part, "state_dict", None)) and callable(
                 getattr(part, "load_state_dict", None)

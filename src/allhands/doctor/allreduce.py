@@ -102,7 +102,6 @@ def _failure(text: str) -> str:
 
 
 def work(device: str, kinds: bool) -> None:
-    """What each worker does."""
     from allhands.doctor.collective_times import collective_times
     from allhands.launch import worker
     from allhands.world import finalize, init

@@ -32,9 +32,6 @@ def read_gpus(text: str) -> list[Gpu]:
     """From
     `--query-gpu=` with index, uuid, name, driver_version, memory.total, memory.free, compute_mode
     and mig.mode.current.
-
-    Raises:
-        ValueError: that is no such table; nvidia-smi says why it failed in its place.
     """
     found = []
     for line in text.splitlines():
@@ -73,7 +70,6 @@ def read_links(text: str) -> dict[tuple[int, int], str]:
 
 
 def gpus(host: str, facts: Facts) -> list[Finding]:
-    """All findings on the GPUs of one host."""
     told = facts["nvidia_smi"]
     if told is None:
         return [Finding(host, "gpus", "ok", "none (CPU training)", values={"count": 0})]

@@ -56,7 +56,6 @@ def shell(host: str, noise: bytes) -> Finding:
 
 
 def rsync(host: str, version: str | None, *, needed: bool) -> Finding:
-    """Whether there is rsync. `needed`: the job copies its files with --sync-dst-dir."""
     if version is not None:
         return Finding(host, "rsync", "ok", f"rsync {version}")
     status: Status = "problem" if needed else "warning"

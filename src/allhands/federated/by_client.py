@@ -29,7 +29,6 @@ def begin(history: dict[str, Any], clients: Clients) -> None:
 def note_updates(
     history: dict[str, Any], clients: Clients, round_: int, last: Mapping[str, Sequence[float]]
 ) -> None:
-    """Add those of a round; `last` is `Rounds.last`."""
     if BY_CLIENT not in history:
         return
     for client, samples, loss in zip(last["client"], last["samples"], last["loss"], strict=True):

@@ -244,11 +244,8 @@ def _stages_for(algorithm: Algorithm, stages: type[Rounds]) -> type[Rounds]:
 
 
 def _object_of(given: Any, known: dict[str, Any], what: str) -> Any:
-    """The object that a name, or ``{"name": …, option: …}``, stands for; any other object as it is.
-
-    Raises:
-        UserError: no such name, or no such option; lists those that there are.
-    """
+    """The object that a name, or ``{"name": …, option: …}``, stands for; any other object as it
+    is."""
     if isinstance(given, str):
         given = {"name": given}
     if not isinstance(given, dict):
@@ -270,11 +267,7 @@ def _object_of(given: Any, known: dict[str, Any], what: str) -> Any:
 
 
 def _make(given: Any, kind: Any, what: str) -> Any:
-    """An object of `kind` from its options in a dict; None and such an object as they are.
-
-    Raises:
-        UserError: it is something else, or an option is unknown or missing; says what there is.
-    """
+    """An object of `kind` from its options in a dict; None and such an object as they are."""
     if given is None or isinstance(given, kind):
         return copy.deepcopy(given)
     takes = inspect.signature(kind).parameters

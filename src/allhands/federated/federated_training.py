@@ -43,7 +43,6 @@ Divided = tuple[Samples, Clients, Clients | None]
 
 
 def divided(strategy: FederatedSettings, samples: Samples, seed: int) -> Divided:
-    """Deal samples out to clients as the strategy says."""
     clients = partition_of(strategy.partition, samples, strategy.clients, seed)
     if strategy.sites is not None:
         strategy.sites.check_clients(len(clients))

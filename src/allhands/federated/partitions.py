@@ -273,10 +273,6 @@ def partition_of(given: Any, samples: Samples, clients: int | None, seed: int) -
         samples: the data set.
         clients: how many, where `given` does not say.
         seed: decides who gets which, unless the options have a seed of their own.
-
-    Raises:
-        UserError: what was given is none of these, is not exact, or leaves a client without
-            samples.
     """
     if isinstance(given, Clients):
         made = given

@@ -32,10 +32,6 @@ def own_numbers(
             module stands for all that is in it.
         model: the model.
         layout: its places.
-
-    Raises:
-        UserError: a pattern that names nothing, or a BatchNorm whose statistics cannot be kept
-            apart.
     """
     modules = [name for name, _ in model.named_modules() if name]
     known = list(
@@ -76,11 +72,7 @@ def own_numbers(
 def own_layers(
     patterns: Sequence[str], model: nn.Module, server: Server, algorithm: Algorithm
 ) -> torch.Tensor | None:
-    """`own_numbers` on the server's device.
-
-    Raises:
-        UserError: nothing is left to share, or the algorithm cannot average the model's buffers.
-    """
+    """`own_numbers` on the server's device."""
     layout = server.layout
     own = own_numbers(patterns, model, layout)
     kept = torch.zeros(layout.length, dtype=torch.bool)

@@ -136,7 +136,6 @@ def _clients(
 
 
 def _each(history: Mapping[str, Any], sizes: Sequence[int] | None) -> str:
-    """A table of the clients by name, and their curves."""
     found: Mapping[str, Any] = history[BY_CLIENT]
     measured = list(dict.fromkeys(key for own in found.values() for key in own.get("measured", ())))
     kinds = [kind for kind in measured if kind != "round"]

@@ -85,7 +85,6 @@ class RowLayout:
 
     @property
     def places(self) -> list[Place]:
-        """Parameters and buffers."""
         return self.parameters + self.buffers
 
     def read(self, model: nn.Module) -> torch.Tensor:

@@ -142,11 +142,7 @@ class KeyBucket:
 
 
 def weight_factor(weights: Sequence[float], expected: float | None) -> float:
-    """By what the sum of the gradients is multiplied.
-
-    Raises:
-        UserError: the factor would be infinite, because nobody has a sample.
-    """
+    """By what the sum of the gradients is multiplied."""
     if expected is None:
         return 1.0
     total = sum(weights)

@@ -91,7 +91,6 @@ class CollectiveStore(LocalStore):
         return self._follow("update", about, share)
 
     def _follow(self, call: str, about: Any, share: Share | None) -> tuple[Any, list[float]]:
-        """What all workers do in this call, and their weights."""
         weight = share.weight if share else 0.0
         if self._calls is None:
             return about, [weight]

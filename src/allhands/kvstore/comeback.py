@@ -83,7 +83,6 @@ def _once(store: StoreLinks) -> int | None:
 
 
 def _common_step(store: StoreLinks, broken: list[int], holding: set[int]) -> int:
-    """The newest step of which all servers have a snapshot."""
     lost = f"server {', '.join(map(str, broken))} was lost"
     if not store.rules["snapshot_every"]:
         raise WorldError(
@@ -111,7 +110,6 @@ def _seen(store: StoreLinks, link: ServerLink) -> dict[str, int]:
 
 
 def _new_place(store: StoreLinks, gone: ServerLink) -> dict[str, Any]:
-    """Where the server that was started again listens."""
     assert store._find is not None
     began = time.monotonic()
     while time.monotonic() - began < RETURN_TIMEOUT:

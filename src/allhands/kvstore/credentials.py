@@ -21,11 +21,7 @@ def key(number: int) -> str:
 
 
 def servers_of_job() -> int:
-    """How many servers the launcher has started for this job.
-
-    Raises:
-        UserError: the variable that tells is no number.
-    """
+    """How many servers the launcher has started for this job."""
     told = os.environ.get("ALLHANDS_NUM_SERVERS") or "0"
     try:
         return int(told)
@@ -36,11 +32,7 @@ def servers_of_job() -> int:
 
 
 def token_from(environ: Mapping[str, str]) -> bytes:
-    """The job's token.
-
-    Raises:
-        UserError: there is none, or it is short.
-    """
+    """The job's token."""
     token = environ.get(TOKEN, "")
     if environ.get(_OLD_TOKEN):
         warn_renamed(_OLD_TOKEN, TOKEN)
@@ -61,9 +53,6 @@ def tls_contexts(environ: Mapping[str, str]) -> tuple[ssl.SSLContext, ssl.SSLCon
 
     Both sides show the certificate and check the other's against the authority; names are not
     checked, because the token already says that both belong to this job.
-
-    Raises:
-        UserError: one of them is missing, or no such file.
     """
     paths = {name: environ.get(name, "") for name in TLS}
     if not any(paths.values()):

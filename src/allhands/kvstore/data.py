@@ -74,11 +74,7 @@ def split_and_load(
 
 
 def devices_of(devices: Sequence[Device] | Device) -> list[torch.device]:
-    """The devices that a user wrote, one or a list.
-
-    Raises:
-        UserError: the list is empty, or an entry is no device.
-    """
+    """The devices that a user wrote, one or a list."""
     given = [devices] if isinstance(devices, (str, int, torch.device)) else list(devices)
     if not given:
         raise UserError("the list of devices is empty; write at least one, such as ['cpu']")

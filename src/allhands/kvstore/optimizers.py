@@ -84,10 +84,6 @@ def spec_from(
             that has taken no step.
         options: for a name only: its options, under torch's names or MXNet's (``learning_rate``,
             ``wd``, ``beta1``, …).
-
-    Raises:
-        UserError: no such optimizer or option, a value out of range, or an optimizer that cannot
-            update a chunk by itself.
     """
     if isinstance(optimizer, str):
         return _named(optimizer, options or {})
@@ -129,10 +125,6 @@ def spec_of_torch(
     """A torch optimizer's options and parameters, group by group. Its state is not looked at.
 
     ``foreach`` is dropped: it changes how fast an update is, not what it is.
-
-    Raises:
-        UserError: a class that a store cannot run, or ``fused``, ``capturable`` or
-            ``differentiable``.
     """
     cls = type(optimizer)
     name = next((name for name in CLASSES if CLASSES[name] is cls), None)
@@ -349,7 +341,6 @@ class ChunkOptimizer:
     def _check(
         self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, float]
     ) -> dict[str, Any]:
-        """The state as torch keeps it."""
         if not tensors and not numbers:
             return {}
         layout = {**layout_of(self.name, self._options)}

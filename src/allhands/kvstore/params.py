@@ -47,9 +47,6 @@ class Slot:
 def slots_of(params: Any) -> list[Slot]:
     """The parameters that are trained. Frozen ones are left out; one with two names comes once,
     under its first name.
-
-    Raises:
-        UserError: something else than parameters, or none that is trained.
     """
     found: dict[int, Slot] = {}
     for name, given in _named(params):
@@ -219,7 +216,6 @@ def learning_rate(value: Any) -> float:
 
 
 def scheduler_of(options: dict[str, Any]) -> Callable[[int], float] | None:
-    """Take ``lr_scheduler`` out of the options."""
     scheduler = options.pop("lr_scheduler", None)
     if scheduler is None:
         return None

@@ -40,11 +40,7 @@ DTYPES = {
 
 
 def dtype_name(name: str, dtype: torch.dtype) -> str:
-    """``float32`` for torch.float32.
-
-    Raises:
-        UserError: the servers cannot hold numbers of this kind.
-    """
+    """``float32`` for torch.float32."""
     short = str(dtype).removeprefix("torch.")
     if short not in DTYPES:
         raise UserError(
@@ -65,7 +61,6 @@ class KeyPiece:
 
 
 def chunk_limit(total: int, servers: int, chunk_bytes: int = CHUNK_BYTES) -> int:
-    """Bytes of the largest chunk, for `total` bytes on so many servers."""
     if servers == 1:
         return chunk_bytes
     return max(min(chunk_bytes, total // (servers * _CHUNKS_A_SERVER)), min(_SMALLEST, chunk_bytes))

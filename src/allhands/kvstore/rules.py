@@ -12,11 +12,7 @@ from allhands.kvstore.store_modes import Mode
 
 
 def rules_of(mode: Mode, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The checked rules of a store: what all workers must agree on.
-
-    Raises:
-        UserError: an option that there is not, or a value that it cannot have.
-    """
+    """The checked rules of a store: what all workers must agree on."""
     chosen = os.environ.get("ALLHANDS_ON_WORKER_FAILURE", "stop")
     rules: dict[str, Any] = {
         "staleness": 0,

@@ -411,7 +411,6 @@ class ServedStore(ServedSteps):
                 )
 
     def _check_read(self, names: Iterable[str]) -> None:
-        """Raise `UserError` where a push of these keys cannot be."""
         for name in names:
             if self._sync and name in self._unread:
                 raise UserError(

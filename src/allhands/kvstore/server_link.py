@@ -98,7 +98,6 @@ class ServerLink:
 
     @property
     def name(self) -> str:
-        """`server 1 (host d2, process 7)`."""
         return f"server {self.number} (host {self.where['host']}, process {self.where['pid']})"
 
     # ------------------------------------------------------------------ connecting

@@ -55,12 +55,7 @@ def put_together(
 def take_apart(
     state: StoreState, pieces: Pieces, tables: Collection[str], servers: int
 ) -> list[dict[str, torch.Tensor]]:
-    """Each server's part, for `load_state` there. `tables`: the keys that hold rows.
-
-    Raises:
-        UserError: a key is missing in the state, or there is none of that name, or it has another
-            size.
-    """
+    """Each server's part, for `load_state` there. `tables`: the keys that hold rows."""
     for key in (*state.tensors, *state.numbers):
         if key not in pieces:
             raise UserError(

@@ -51,12 +51,7 @@ class Shard(ShardKeys):
     # ------------------------------------------------------------------ steps
 
     def announce(self, meta: Meta) -> None:
-        """A worker begins a step.
-
-        Raises:
-            UserError: its learning rate, or another number of the optimizer, is not that of the
-                others.
-        """
+        """A worker begins a step."""
         if self.failure:
             raise UserError(self.failure)
         meta.left = meta.chunks
@@ -420,7 +415,6 @@ class Shard(ShardKeys):
         return sorted(late)
 
     def versions(self) -> dict[str, int]:
-        """The newest round of each part, by number."""
         return {str(one.number): one.newest(self.synchronous) for one in list(self.parts.values())}
 
     def fail(self, text: str) -> None:

@@ -57,11 +57,7 @@ class ShardKeys:
         ] = []  # (worker, request, chunks) that wait for first values
 
     def declare(self, keys: dict[str, dict[str, Any]], rank: int, complete: bool) -> dict[str, Any]:
-        """Place new keys, and say where all of these are; server 0 only.
-
-        Raises:
-            UserError: a key is there in another form, or another worker declared another set.
-        """
+        """Place new keys, and say where all of these are; server 0 only."""
         with self._lock:
             for name, form in keys.items():
                 known = self.keys.get(name)

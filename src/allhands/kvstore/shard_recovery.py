@@ -36,7 +36,6 @@ class ShardRecovery:
         self._steps = 0
 
     def steps(self) -> list[int]:
-        """The steps of which there is a snapshot."""
         return [] if self.snapshots is None else self.snapshots.steps()
 
     def closed(self, shard: Any, chunk: Any) -> None:

@@ -95,11 +95,7 @@ def send_file(link: socket.socket, fd: int) -> None:
 
 
 def receive_file(link: socket.socket) -> int:
-    """The open file that was handed over.
-
-    Raises:
-        EOFError: none came.
-    """
+    """The open file that was handed over."""
     data, fds, _, _ = socket.recv_fds(link, 1, 1)
     if not data or not fds:
         raise EOFError

@@ -76,11 +76,7 @@ def known_optimizers() -> list[str]:
 
 
 def name_of(name: str) -> str:
-    """The name in lower case.
-
-    Raises:
-        UserError: there is no such optimizer, or it cannot update a chunk by itself.
-    """
+    """The name in lower case."""
     lowered = name.lower()
     if lowered in CLASSES or any(entry.name.lower() == lowered for entry in _entries()):
         return lowered

@@ -167,7 +167,6 @@ class StoreLinks(KVStore):
         )
 
     def pieces_on(self, link: ServerLink, names: Iterable[str]) -> list[tuple[str, KeyPiece]]:
-        """The pieces of these keys that a server has."""
         own = [(name, one) for name in names for one in self._pieces[name]]
         return [(name, one) for name, one in own if one.server == link.number]
 

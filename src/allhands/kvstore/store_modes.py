@@ -57,11 +57,7 @@ _INSTEAD = {
 
 
 def mode_named(name: str) -> Mode:
-    """The mode of that name, in any case of letters.
-
-    Raises:
-        UserError: there is none; the message lists all of them and the nearest.
-    """
+    """The mode of that name, in any case of letters."""
     if not isinstance(name, str):
         raise UserError(f"create({name!r}); write the name of a kind of store: {', '.join(MODES)}")
     if name.lower() in _INSTEAD:

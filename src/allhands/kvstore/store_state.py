@@ -80,11 +80,7 @@ def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, t
 
 
 def read_states(path: str | os.PathLike[str]) -> tuple[StoreState, OptimizerSpec | None]:
-    """What `write_states` wrote.
-
-    Raises:
-        UserError: there is no such file, or it is damaged or of another kind.
-    """
+    """What `write_states` wrote."""
     try:
         about, tensors = read_file(path)
     except FileNotFoundError:

@@ -27,11 +27,7 @@ def pack_rows(ids: torch.Tensor, rows: torch.Tensor | None) -> bytes:
 def unpack_rows(
     data: bytearray, table: RowSparse, with_rows: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `pack_rows` packed.
-
-    Raises:
-        FrameError: the lengths do not fit.
-    """
+    """What `pack_rows` packed."""
     if len(data) < _COUNT.size:
         raise FrameError("rows without a count")
     count = _COUNT.unpack_from(data)[0]

@@ -34,7 +34,6 @@ class RowSparse:
 
 
 def check_rows(name: str, value: torch.Tensor, table: RowSparse) -> None:
-    """Raise `UserError` unless `value` is a sparse_coo tensor of rows of `table`."""
     if value.layout != torch.sparse_coo or value.sparse_dim() != 1 or value.dense_dim() != 1:
         raise UserError(
             f"'{name}' holds rows; push a sparse tensor of them, such as the gradient of "
@@ -80,11 +79,7 @@ def check_first_rows(values: Mapping[str, torch.Tensor], mode: Mode, optimizer: 
 
 
 def check_ids(name: str, ids: torch.Tensor, table: RowSparse) -> torch.Tensor:
-    """The row ids as int64.
-
-    Raises:
-        UserError: they are not whole numbers, or there are no such rows.
-    """
+    """The row ids as int64."""
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise UserError(
             f"row ids for '{name}' are {ids.dtype}; they must be int64 (floats lose ids beyond "

@@ -74,7 +74,6 @@ class Frame:
 def pack(
     kind: Kind, flags: int = 0, chunk: int = 0, meta: int = 0, round: int = 0, nbytes: int = 0
 ) -> bytes:
-    """A header."""
     return _HEADER.pack(MAGIC, kind, flags, chunk, meta, round, nbytes)
 
 
@@ -108,11 +107,7 @@ def read_header(link: Readable, buffer: bytearray) -> Frame:
 
 
 def read_bytes(link: Readable, count: int, longest: int) -> bytearray:
-    """A payload of `count` bytes.
-
-    Raises:
-        FrameError: it is longer than allowed.
-    """
+    """A payload of `count` bytes."""
     if count > longest:
         raise FrameError(f"a payload of {count} bytes; at most {longest} are allowed")
     data = bytearray()
@@ -124,11 +119,7 @@ def read_bytes(link: Readable, count: int, longest: int) -> bytearray:
 
 
 def read_message(link: Readable, count: int) -> dict[str, Any]:
-    """A control message's fields.
-
-    Raises:
-        FrameError: it is no JSON object.
-    """
+    """A control message's fields."""
     try:
         return decode(read_bytes(link, count, LONGEST_MESSAGE))
     except MessageError as error:

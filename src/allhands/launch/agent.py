@@ -244,7 +244,6 @@ class Agent:
     # Workers
 
     def _fork(self, task: dict[str, Any]) -> bool:
-        """Start one worker; True in the worker itself."""
         task = as_python(task)
         child = Child(task["rank"], beats="program" not in task)
         pipes = [os.pipe() for _ in range(3)]

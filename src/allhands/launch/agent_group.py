@@ -98,10 +98,6 @@ class AgentGroup(ABC):
     ) -> list[dict[str, Any]]:
         """Wait until each of `agents` has answered with an event of this kind; their answers,
         which are taken away.
-
-        Raises:
-            WorkerError: one of them ended, or did not answer within `timeout` seconds.
-            KeyboardInterrupt: a signal came.
         """
         deadline = time.monotonic() + timeout
         while any(kind not in agent.answers for agent in agents):

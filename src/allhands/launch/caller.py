@@ -109,7 +109,6 @@ def _captured() -> dict[str, Any]:
 
 
 def _determinism(torch: Any) -> tuple[bool, bool]:
-    """Whether algorithms must be deterministic, and whether others only warn."""
     return (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),

@@ -41,10 +41,6 @@ def read_hosts(text: str) -> list[HostSpec]:
 
     A line is ``host``, ``user@host:port``, or one of them followed by ``slots=N``. Addresses of
     IPv6 stand in brackets.
-
-    Raises:
-        UserError: there is no such file, it names no host, or a line cannot be read; the message
-            shows the line.
     """
     path = Path(text).expanduser()
     if path.is_file():

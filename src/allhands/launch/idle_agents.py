@@ -47,11 +47,7 @@ _kept_for = 0.0
 
 
 def idle_seconds() -> float:
-    """For how long an agent waits for another call; 0, the default, ends it with the first one.
-
-    Raises:
-        UserError: ALLHANDS_AGENT_IDLE is no number of seconds.
-    """
+    """For how long an agent waits for another call; 0, the default, ends it with the first one."""
     if _OLD_VARIABLE in os.environ and VARIABLE not in os.environ:
         warn_renamed(_OLD_VARIABLE, VARIABLE)
     text = os.environ.get(VARIABLE, os.environ.get(_OLD_VARIABLE, "")).strip()
@@ -132,7 +128,6 @@ def put_back(agent: AgentHandle, key: Key) -> bool:
 
 
 def end_all() -> None:
-    """End all agents that wait."""
     with _lock:
         agents = [agent for agent, _ in _waiting.values()]
         _waiting.clear()

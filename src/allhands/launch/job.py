@@ -346,11 +346,7 @@ class Job:
     # ------------------------------------------------------------------ after a failure
 
     def _recover(self, title: str) -> None:
-        """Bring back the hosts that were lost.
-
-        Raises:
-            WorkerError: too few of them came back.
-        """
+        """Bring back the hosts that were lost."""
         lost = [node for node in self.nodes if node.agent is None or node.agent.lost]
         if not lost:
             self._say(f"{title}: the same hosts again")

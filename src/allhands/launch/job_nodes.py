@@ -60,11 +60,7 @@ class JobNode:
 
 
 def check_versions(nodes: Sequence[JobNode]) -> None:
-    """Refuse hosts whose Python, torch or allhands is another one than that of the first host.
-
-    Raises:
-        HostError: naming the host and both versions.
-    """
+    """Refuse hosts whose Python, torch or allhands is another one than that of the first host."""
     known = [
         (node.host.name, node.agent.ready["versions"])
         for node in nodes

@@ -32,11 +32,7 @@ _LONGEST_ANSWER = 1 << 16
 
 
 def address_of(text: str) -> tuple[str, int]:
-    """The host and port of `HOST:PORT`.
-
-    Raises:
-        UserError: it is none.
-    """
+    """The host and port of `HOST:PORT`."""
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:

@@ -28,8 +28,6 @@ _LONGEST_NAME = 255
 
 
 class JoinedHost:
-    """A host that came by itself, and is not started again."""
-
     local = False
 
     def __init__(self, name: str) -> None:

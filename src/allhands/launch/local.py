@@ -57,7 +57,6 @@ class LocalHost:
         self._env = env
 
     def start(self) -> AgentHandle:
-        """Start an agent."""
         return start_agent(self._env)
 
     def close(self) -> None:

@@ -67,11 +67,7 @@ class MpiLauncher:
 
 
 def find_launcher(environ: Mapping[str, str]) -> MpiLauncher:
-    """The MPI launcher that is first in PATH.
-
-    Raises:
-        UserError: there is none, or none whose options are known here.
-    """
+    """The MPI launcher that is first in PATH."""
     program = next(
         (
             found
@@ -124,9 +120,6 @@ def command_line(
         python: the interpreter for scripts and modules.
         prefix: let each line of output begin with its rank.
         options: more, for the launcher.
-
-    Raises:
-        UserError: a host cannot be written in MPI's words, or nobody said how many ranks.
     """
     for host in hosts:
         if host.user or host.port:
@@ -150,7 +143,6 @@ def command_line(
 
 
 def _ranks(workers: int | None, hosts: Sequence[HostSpec]) -> int:
-    """How many ranks: as many as were asked for, or all slots of the hosts."""
     slots = [host.slots for host in hosts]
     if workers is None:
         if not hosts or None in slots:
@@ -196,9 +188,6 @@ def run_mpi(
 
     Returns:
         The launcher's exit code; 128 + N when signal N ended it.
-
-    Raises:
-        UserError: an option cannot be honoured, or there is no MPI launcher.
     """
     refused = [name for name in _NOT_MPI if getattr(options, name) != getattr(Options(), name)]
     if refused:

@@ -166,11 +166,7 @@ def check_numbers(
     threads: int | None,
     servers: int = 0,
 ) -> None:
-    """Refuse what cannot be meant.
-
-    Raises:
-        UserError: naming the number and what it must be.
-    """
+    """Refuse what cannot be meant."""
     check_whole("workers", workers, otherwise="None")
     check_whole("servers", servers, 0)
     if grace < 0:

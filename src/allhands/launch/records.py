@@ -12,8 +12,6 @@ from allhands.launch import worker
 
 
 class Levels:
-    """Which records the caller's loggers let through."""
-
     @staticmethod
     def capture() -> dict[str, Any]:
         """The levels of the caller's loggers, and which have handlers."""
@@ -68,8 +66,6 @@ def _loggers() -> dict[str, logging.Logger]:
 
 
 class Sender(logging.Handler):
-    """Sends records to the process that started this worker."""
-
     def emit(self, record: logging.LogRecord) -> None:
         """Send it; a process that the worker started has nobody to send it to, and prints it."""
         try:

@@ -143,9 +143,6 @@ def await_agent(
         explain: turns what `process` said into a reason, when it failed itself (exit code 255, as
             ssh does).
         timeout: seconds for it.
-
-    Raises:
-        HostError: it did not come up; says why.
     """
     assert process.stdout is not None
     assert process.stderr is not None

@@ -32,9 +32,6 @@ def set_up(
         threads: CPU threads a worker; None: OMP_NUM_THREADS, or the cores divided among the
             workers.
         preload: modules to import now.
-
-    Raises:
-        UserError: the folder cannot be used.
     """
     for name, value in env.items():
         if value is None:

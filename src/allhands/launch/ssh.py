@@ -234,11 +234,7 @@ class SshHost:
 
 
 def neutral(word: str) -> str:
-    """A word in quotes that every shell understands alike: sh, bash, csh, tcsh, fish.
-
-    Raises:
-        UserError: it holds a character that they treat differently.
-    """
+    """A word in quotes that every shell understands alike: sh, bash, csh, tcsh, fish."""
     odd = sorted(set(word) & set("'\\!\n\r\0"))
     if odd:
         raise UserError(

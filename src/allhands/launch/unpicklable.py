@@ -19,7 +19,6 @@ _HARMLESS = (type(None), bool, int, float, complex, str, bytes)
 def name_arguments(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The arguments under the names that `fn` gives them."""
     named: dict[str, Any] = {f"args[{index}]": value for index, value in enumerate(args)}
     try:
         names = [

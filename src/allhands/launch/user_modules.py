@@ -293,7 +293,6 @@ class _PatchLoader(importlib.abc.Loader):
         self.loader, self.values = loader, values
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
-        """The module that its own loader makes."""
         made: types.ModuleType | None = self.loader.create_module(spec)
         return made
 

@@ -73,7 +73,6 @@ class Worker:
 
     @property
     def name(self) -> str:
-        """`rank 3`, or `server 0`."""
         return f"server {-self.rank - 1}" if self.is_server else f"rank {self.rank}"
 
     def note(self, kind: str, event: Mapping[str, Any], at: float) -> None:

@@ -44,7 +44,6 @@ def announce(loop: GroupedLoop, schedule_note: str) -> None:
 
 
 def data_in_words(loop: GroupedLoop) -> str:
-    """How much is trained on, in which steps."""
     feed, settings = loop.trained[0], loop.settings
     in_shares = bool(loop.placement.layout)
     samples = (
@@ -107,7 +106,6 @@ def report_epoch(
 
 
 def duration(seconds: float) -> str:
-    """Such as 42s, 3:05 or 2:10:00."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"

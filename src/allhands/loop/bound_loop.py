@@ -274,11 +274,8 @@ class BoundLoop(GroupedLoop, ABC):
             self._reading.renew()
 
     def same_batch(self) -> Any:
-        """This rank's share now of the global batch of the current iteration, as `step` takes it.
-
-        Raises:
-            WorldError: its samples are the user's own.
-        """
+        """This rank's share now of the global batch of the current iteration, as `step` takes
+        it."""
         if self._reading is None:
             raise WorldError(
                 "a worker was lost, and the batch is one of your own, of which nobody else has its "

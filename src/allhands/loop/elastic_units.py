@@ -117,9 +117,6 @@ class ElasticUnits(ABC):
     def leave_if_told(self) -> None:
         """Between two steps: leave the training where this rank alone got a signal; the others go
         on.
-
-        Raises:
-            SystemExit: this rank leaves.
         """
         number = self._training.agreement.leaves
         if number:
@@ -216,11 +213,7 @@ class ElasticUnits(ABC):
         return self.progress.units > units
 
     def _leave_copy(self, membership: Membership) -> None:
-        """Other parts of the copy of the model are lost of which this rank holds one: leave.
-
-        Raises:
-            SystemExit: this rank leaves.
-        """
+        """Other parts of the copy of the model are lost of which this rank holds one: leave."""
         self.leave()
         self._training.checkpoints.abandon()
         self.regrouping.leave()

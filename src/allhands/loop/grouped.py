@@ -94,7 +94,6 @@ class GroupedLoop(Lifecycle):
         return {name: group.state.copy_weights() for name, group in self.groups.items()}
 
     def restore_weights(self, copy: Any) -> None:
-        """Go back to the weights of `copy_weights`."""
         for name, group in self.groups.items():
             group.state.restore_weights(copy[name])
 

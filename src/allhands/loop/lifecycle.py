@@ -161,9 +161,6 @@ class Lifecycle:
     def leave_for_signal(self) -> None:
         """Say what follows where a signal has ended the training, and all is saved; return where
         none has.
-
-        Raises:
-            TrainingStopped: the process is to leave with the signal's code.
         """
         if self.signal in (0, signal.SIGINT):
             return
@@ -260,11 +257,7 @@ class Lifecycle:
         newest checkpoint."""
 
     def after_iteration(self) -> None:
-        """Do what is due between two iterations.
-
-        Raises:
-            TrainingStopped: the training ends here.
-        """
+        """Do what is due between two iterations."""
         if self.global_step + self.evaluated >= self.agreement.next:
             self.agree()
         if self._stop_now:

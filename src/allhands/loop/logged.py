@@ -28,7 +28,6 @@ class Logged:
         self._weights: dict[str, float] = {}
 
     def copy(self) -> Sums:
-        """Sums and weights as they are now."""
         return dict(self._sums), dict(self._weights)
 
     def add(self, name: str, value: float | torch.Tensor, count: float) -> None:

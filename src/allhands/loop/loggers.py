@@ -153,11 +153,7 @@ def wanted() -> bool:
 
 
 def prepare_logdir(logdir: Any) -> Path | None:
-    """The logdir as a folder that can be written to, or None.
-
-    Raises:
-        UserError: it cannot be made or written.
-    """
+    """The logdir as a folder that can be written to, or None."""
     if logdir is None:
         return None
     path = Path(logdir).expanduser()

@@ -47,9 +47,6 @@ def group_settings(
     """The settings of each optimizer's training, by the optimizer's name.
 
     The model of an optimizer that trains parts of several models is a module that holds them.
-
-    Raises:
-        UserError: an optimizer trains no parameter of the models; a scheduler has no optimizer.
     """
     for name in schedulers:
         if name not in optimizers:
@@ -165,11 +162,7 @@ def place_others(
 def called_models(
     models: Mapping[str, nn.Module], groups: Mapping[str, OptimizerGroup]
 ) -> dict[str, nn.Module]:
-    """The modules to call in a step function, by the names of the models.
-
-    Raises:
-        UserError: one is a moving average of another, which its strategy does not train in place.
-    """
+    """The modules to call in a step function, by the names of the models."""
     called = dict(models)
     for group in groups.values():
         plain, module = group.settings.model, group.called

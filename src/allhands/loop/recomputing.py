@@ -23,9 +23,6 @@ def chosen_layers(model: nn.Module, asked: Any) -> list[str]:
     Args:
         model: the whole, under its own names.
         asked: True, or the names of classes or modules.
-
-    Raises:
-        UserError: there are none.
     """
     if not asked:
         return []

@@ -73,7 +73,6 @@ def history_of(loggers: Loggers) -> str:
 
 
 def about_the_run(loop: Lifecycle, times: Mapping[str, float], memory: str) -> list[str]:
-    """The sections that all trainings have: time, memory, members, environment."""
     parts = [section("Where the time went", shares(times) + "<p>On the host of rank 0.</p>")]
     parts.append(section("Memory", f"<p>{memory}</p>" if memory else "<p>Not measured.</p>"))
     world = loop.world
@@ -126,6 +125,5 @@ def _settings(loop: BaseLoop) -> dict[str, Any]:
 
 
 def run_file_of(logdir: Path) -> list[str]:
-    """The run file that lies in a logdir, folded."""
     path = logdir / "run.yml"
     return [folded("The run file", path.read_text(encoding="utf-8"))] if path.exists() else []

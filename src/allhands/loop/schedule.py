@@ -261,5 +261,4 @@ def length_of_training(
 
 
 def learning_rates(optimizer: torch.optim.Optimizer) -> list[float]:
-    """The learning rate of each parameter group."""
     return [float(group["lr"]) for group in optimizer.param_groups]

@@ -117,11 +117,7 @@ class StepFunction:
 
 
 def loss_in(result: Any, where: str) -> Any:
-    """The loss in what a step function gave, one number or ``(sum, count)``.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The loss in what a step function gave, one number or ``(sum, count)``."""
     if isinstance(result, Mapping):
         if "loss" not in result:
             raise UserError(

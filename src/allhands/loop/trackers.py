@@ -182,11 +182,7 @@ class Trackers:
 
 
 def logger_list(given: Any) -> list[Logger]:
-    """Loggers as a list, from a list, one, or None.
-
-    Raises:
-        UserError: something else is among them.
-    """
+    """Loggers as a list, from a list, one, or None."""
     loggers = [] if given is None else list(given) if isinstance(given, Sequence) else [given]
     for one in loggers:
         if not isinstance(one, Logger):

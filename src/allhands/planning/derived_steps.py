@@ -25,7 +25,6 @@ Taken = Callable[[Workload, Candidate, int, int, int], list[DryStep]]
 def taken(
     workload: Workload, candidate: Candidate, gpus: int, rank: int, per_host: int
 ) -> list[DryStep]:
-    """Steps that are taken anew."""
     return dry_steps(workload, candidate.strategy, gpus, rank, per_host)
 
 

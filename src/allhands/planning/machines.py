@@ -143,11 +143,7 @@ def rounds_of(kind: str, size: int) -> int:
 
 
 def card_named(name: str) -> Card:
-    """The card of this name.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The card of this name."""
     found = CARDS.get(name.lower())
     if found is None:
         raise UserError(
@@ -159,9 +155,6 @@ def card_named(name: str) -> Card:
 def links_named(text: str) -> Links:
     """Links as they are written: ``"nvlink+ib400"``, within a host and between hosts; one alone is
     both; ``"12.5GB/s"`` is a link of that bandwidth.
-
-    Raises:
-        UserError: one is not known.
     """
     parts = text.split("+")
     if len(parts) > 2:
@@ -186,11 +179,7 @@ def _link_named(name: str) -> Link:
 
 
 def bytes_of(text: str | float) -> float:
-    """A size of memory, in bytes: a number, or text such as "80GB", "24 GiB", "512MB".
-
-    Raises:
-        UserError: it is none.
-    """
+    """A size of memory, in bytes: a number, or text such as "80GB", "24 GiB", "512MB"."""
     if isinstance(text, (int, float)) and not isinstance(text, bool) and text > 0:
         return float(text)
     match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT])(i?)B\s*", str(text), re.IGNORECASE)
@@ -201,11 +190,7 @@ def bytes_of(text: str | float) -> float:
 
 
 def bandwidth_of(text: str) -> float:
-    """Bytes a second of a link such as "50Mbit/s", "1.5Gbit/s" or "12.5GB/s".
-
-    Raises:
-        UserError: it is none.
-    """
+    """Bytes a second of a link such as "50Mbit/s", "1.5Gbit/s" or "12.5GB/s"."""
     match = re.fullmatch(r"\s*([\d.]+)\s*([KMG])(bit|B)/s\s*", text, re.IGNORECASE)
     if match is None or not _is_number(match[1]) or not float(match[1]):
         raise UserError(f"bandwidth {text!r} is none; write for example 50Mbit/s or 12.5GB/s")

@@ -62,11 +62,7 @@ class MeasuredLinks:
 
 
 def read_links(path: Path) -> MeasuredLinks | None:
-    """The links of a profile; None where it has none.
-
-    Raises:
-        UserError: what it has of them is not what `allhands doctor --profile` writes.
-    """
+    """The links of a profile; None where it has none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8")).get("links", {})
         fits = {place: _fits(one["kinds"], one["ranks"]) for place, one in found.items()}

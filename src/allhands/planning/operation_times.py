@@ -133,11 +133,7 @@ def _timed(call: Call) -> float:
 
 
 def read_times(path: Path) -> dict[str, float]:
-    """Measured operations of a file that `write_times` has written.
-
-    Raises:
-        UserError: it is none.
-    """
+    """Measured operations of a file that `write_times` has written."""
     try:
         profile = json.loads(path.read_text(encoding="utf-8"))
         # `allhands doctor --profile` has measured links alone.

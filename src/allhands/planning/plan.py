@@ -247,11 +247,7 @@ def plan(
 
 
 def samples_of(runner: Any, batch: Any) -> int:
-    """How many samples a batch holds.
-
-    Raises:
-        UserError: it cannot be told.
-    """
+    """How many samples a batch holds."""
     count = runner.rows_of(batch)
     if not count:
         raise UserError(

@@ -113,7 +113,6 @@ def load_of(strategy: Strategy, step: DryStep, workload: Workload) -> ServerLoad
 
 
 def without_servers(step: DryStep) -> DryStep:
-    """A step without what goes to servers and comes from them."""
     return replace(step, events=[one for one in step.events if not _is_with_server(one[1])])
 
 

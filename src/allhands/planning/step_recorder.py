@@ -75,7 +75,6 @@ class Storages:
         self._grow(-size)
 
     def resized(self, storage: torch.UntypedStorage, phase: str) -> None:
-        """A storage has another size."""
         key = storage._cdata
         if key in self._alive:
             number, before, kind = self._alive[key]

@@ -25,11 +25,7 @@ def has_matplotlib() -> bool:
 
 
 def require_matplotlib(what: str = "a plot") -> Any:
-    """The module ``matplotlib.figure``, to draw `what`.
-
-    Raises:
-        UserError: it is not installed.
-    """
+    """The module ``matplotlib.figure``, to draw `what`."""
     try:
         import matplotlib.figure  # not pyplot, which would choose a backend
     except ImportError:
@@ -84,11 +80,7 @@ def _figure_class() -> Any:
 
 
 def save_figure(figure: Any, path: str | Path) -> None:
-    """Write a figure into a file, whose ending says the format (png, svg, pdf).
-
-    Raises:
-        UserError: the file cannot be written, or has an ending that is no picture's.
-    """
+    """Write a figure into a file, whose ending says the format (png, svg, pdf)."""
     path = Path(path).expanduser()
     given: dict[str, Any] = {}
     if path.suffix.lower() == ".png":

@@ -48,7 +48,6 @@ class TableLayout:
         return [self._line([words[line] for words in padded]) for line in range(lines)]
 
     def row(self, cells: Sequence[str]) -> str:
-        """A row."""
         return self._line([cells[number] for number in self._kept])
 
     def _line(self, cells: Sequence[str]) -> str:

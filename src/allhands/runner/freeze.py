@@ -75,7 +75,6 @@ class Freeze(Callback):
 
 
 def _within(model: nn.Module, name: str) -> dict[str, nn.Parameter]:
-    """The parameters of this name or of the module of this name."""
     return {
         key: parameter
         for key, parameter in model.named_parameters()

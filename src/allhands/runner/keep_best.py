@@ -53,8 +53,6 @@ class KeepBest(Callback):
             link.unlink(missing_ok=True)
 
     def _best(self, training: Training, kept: set[str]) -> list[str]:
-        """The names of the best checkpoints, of which only those in `kept` and the one of this row
-        are there."""
         history, settings = training.history, training.settings
         values = history[training.valid_loader].get(settings.main_metric, [])
         sign = 1.0 if settings.minimize_metric else -1.0

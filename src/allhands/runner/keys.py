@@ -17,11 +17,7 @@ Keys = str | Sequence[str] | Mapping[str, str]
 
 
 def check_keys(option: str, given: Any) -> Any:
-    """`given` as a str, a list or a dict of str.
-
-    Raises:
-        UserError: it is something else, or empty, or names a key twice.
-    """
+    """`given` as a str, a list or a dict of str."""
     if isinstance(given, str):
         return given
     keys = list(given.values()) if isinstance(given, Mapping) else given
@@ -105,11 +101,7 @@ def check_output_key(key: Any) -> str | None:
 
 
 def chosen_output(output: Any, key: str | None) -> Any:
-    """What `output_key` names in a model's output.
-
-    Raises:
-        UserError: it has nothing of this name.
-    """
+    """What `output_key` names in a model's output."""
     if key is None:
         return output
     members = named_members(output)

@@ -43,9 +43,6 @@ BUILT_IN: dict[str, MetricLike] = {"accuracy": accuracy}
 def named_metrics(metrics: Any) -> dict[str, MetricLike]:
     """Metrics by name, from a dict, or from a list whose members name themselves; from a dict of
     these by loader, a dict of such dicts. A MetricCollection of torchmetrics is taken apart.
-
-    Raises:
-        UserError: a name repeats, is taken, or a member is neither a metric nor a function.
     """
     if metrics is None:
         return {}
@@ -104,11 +101,7 @@ def all_metrics(named: Mapping[str, Any]) -> dict[str, MetricLike]:
 def metrics_by_loader(
     named: Mapping[str, Any], loaders: Iterable[str]
 ) -> dict[str, dict[str, MetricLike]]:
-    """What `named_metrics` gave, for each of the loaders.
-
-    Raises:
-        UserError: it names a loader that there is not.
-    """
+    """What `named_metrics` gave, for each of the loaders."""
     known = list(loaders)
     if not any(isinstance(own, dict) for own in named.values()):
         return {loader: dict(named) for loader in known}
@@ -313,7 +306,6 @@ class LoaderMetrics(LossMean):
         return values
 
     def _numbers(self, name: str, computed: Any) -> dict[str, float]:
-        """What a metric has computed, by name; of a dict, its members that are numbers."""
         if not isinstance(computed, Mapping):
             return {name: _scalar(name, computed)}
         numbers = {

@@ -75,7 +75,6 @@ class OwnTrainSettings(TrainSettings):
         self.own.check(self.of_loop(), workers, "distributed={!r}")
 
     def of_loop(self) -> LoopSettings:
-        """The settings that the loop has."""
         names = [field.name for field in fields(LoopSettings)]
         return LoopSettings(**{name: getattr(self, name) for name in names})
 

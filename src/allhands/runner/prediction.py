@@ -91,8 +91,6 @@ class _Table:
 
 
 class _Outputs:
-    """The outputs of one batch after another."""
-
     def __init__(self) -> None:
         self.tree: Any = None
         self.outputs: list[list[torch.Tensor]] = []
@@ -148,7 +146,6 @@ class _Outputs:
 
 
 def _gather(rows: _Table, counts_by_step: list[int], world: World, share: int | None) -> _Table:
-    """The rows of all ranks; this one has those of `share`, or none."""
     # A rank that had no row does not know what the model gives.
     forms = [None if rows.by_sample else _form(column) for column in rows.columns]
     described = {"tree": rows.tree, "by_sample": rows.by_sample, "forms": forms, "share": share}

@@ -370,7 +370,6 @@ class Runner:
     # ------------------------------------------------------------------ what a kind of runner says
 
     def _settings(self, **given: Any) -> TrainSettings:
-        """What `train` was given, as settings."""
         check_own_runner(self, Runner)
         return OwnTrainSettings.of(type(self).__name__, **given)
 

@@ -31,10 +31,6 @@ def in_training(model: nn.Module) -> tuple[nn.Module, Training | None]:
     one.
 
     The user's own model stands for ``training.model``, as a strategy may train parts of a copy.
-
-    Raises:
-        UserError: the model's weights are trained elsewhere, or lie in parts on the ranks and are
-            not in training.
     """
     parameters = {id(parameter) for parameter in model.parameters()}
     for training in reversed(_running):

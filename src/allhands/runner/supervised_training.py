@@ -111,8 +111,6 @@ class SupervisedTraining(Training):
 def _call(
     runner: SupervisedRunner, settings: TrainSettings, world: World
 ) -> Callable[[nn.Module, Any], Any]:
-    """What has the runner call a module on a batch."""
-
     def call(module: nn.Module, batch: Any) -> Any:
         return Forward(runner, module, world.device, settings.criterion)(batch)
 

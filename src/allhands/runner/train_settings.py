@@ -100,12 +100,10 @@ class TrainSettings(LoopSettings):
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """All optimizers."""
         return [self.optimizer]
 
     @property
     def criteria(self) -> list[nn.Module]:
-        """The criteria that are modules."""
         return [self.criterion] if isinstance(self.criterion, nn.Module) else []
 
     def is_better(self, value: float, best: float | None) -> bool:

@@ -40,11 +40,7 @@ __all__ = [
 
 
 def strategy_named(name: str) -> Strategy:
-    """The strategy of that name with its default settings.
-
-    Raises:
-        UserError: there is none; the message lists them and the nearest.
-    """
+    """The strategy of that name with its default settings."""
     if name in _ABOVE:
         module, kind = _ABOVE[name]
         made: Strategy = getattr(importlib.import_module(module), kind)()

@@ -165,11 +165,7 @@ class CodedSum(Residuals):
 def check_compress(
     compress: Any, powersgd_rank: Any, powersgd_start: Any, find_unused_parameters: bool
 ) -> dict[str, Any] | None:
-    """The codec of ``DDP(compress=…)`` with all its options.
-
-    Raises:
-        UserError: a setting that there is not, or settings that do not go together.
-    """
+    """The codec of ``DDP(compress=…)`` with all its options."""
     for name, value in (("rank", powersgd_rank), ("start", powersgd_start)):
         if value is None:
             continue

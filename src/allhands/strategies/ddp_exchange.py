@@ -85,7 +85,6 @@ class DDPExchange(Exchange):
         self._lay_out()
 
     def _exchanged(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-        """The parameters whose gradients are exchanged, and their names."""
         return [
             (name, parameter)
             for name, parameter in model.named_parameters()
@@ -144,7 +143,6 @@ class DDPExchange(Exchange):
         self._take_cap(cap, said(cap, times))
 
     def _trial(self, cap_mb: float | None, call: Callable[[nn.Module], Any]) -> Callable[[], None]:
-        """What takes a step on a copy of the model, with buckets of this size."""
         model = copy.deepcopy(self._model).train()
         trained = self._exchanged(model)
         buckets = self._make_buckets(model, trained, cap_mb, self._make_coded(trained, 0))

@@ -116,9 +116,6 @@ def read_degrees(pp: Any, dp: Any, tp: Any, shards: bool) -> Degrees:
         pp, tp: whole numbers.
         dp: a whole number, or ``{"replicate": 2, "shard": 4}``.
         shards: whether a plain number for dp is of shards, or of copies.
-
-    Raises:
-        UserError: one is no whole number of at least 1, or dp has other keys.
     """
     if isinstance(dp, Mapping):
         unknown = sorted(set(dp) - {"replicate", "shard"})

@@ -118,7 +118,6 @@ class KVStoreSettings:
         on_worker_loss: str,
         mirror: bool,
     ) -> dict[str, Any]:
-        """Those of `create`."""
         check_flag("damping", damping, of="KVStore")
         if damping and not self.alone:
             given = f"mode={self.mode!r}" + (

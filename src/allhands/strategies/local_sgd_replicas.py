@@ -137,7 +137,6 @@ class LocalReplicas:
         return Replica(self._part.read(), buffers, state, self._part.seen)
 
     def stash(self) -> None:
-        """Take the weights of a replica out of the model."""
         number, self._active = self._active, None
         if number is None or self.own.aside is not None:
             return

@@ -18,7 +18,6 @@ from allhands.strategies.trial_call import on_training_data, wait_for
 
 
 def by_parameters(model: nn.Module, parts: list[Part]) -> list[float]:
-    """The number of parameters that each part uses."""
     return [float(sum(p.numel() for p in pruned(model, part.uses).parameters())) for part in parts]
 
 
@@ -72,9 +71,6 @@ def measured_on(
     Args:
         try_on: calls a module on a micro-batch, ``(module, micro-batches of a batch)``.
         pieces: micro-batches of a batch.
-
-    Raises:
-        UserError: the model is on the meta device, or handle_batch does not call the model.
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UserError(

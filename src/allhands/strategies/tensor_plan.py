@@ -125,7 +125,6 @@ def resolve(
 
 
 def _style(pattern: str, given: Any) -> Style:
-    """The style that a plan gives to a pattern, as it was written."""
     options: Any = {"style": given} if isinstance(given, str) else given
     if not isinstance(options, Mapping) or not isinstance(options.get("style"), str):
         raise UserError(

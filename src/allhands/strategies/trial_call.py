@@ -25,10 +25,6 @@ def on_training_data(
         pieces: micro-batches of a batch.
         measure: called once.
         device: whose draws are put back.
-
-    Raises:
-        UserError: the data cannot be read before the training begins, or handle_batch does not call
-            the model.
     """
 
     class Trial(nn.Module):

@@ -352,11 +352,7 @@ NOT_STEPS = (
 
 
 def strategies_of(given: Any) -> list[Strategy]:
-    """Strategies by name, or as they are.
-
-    Raises:
-        UserError: there is none of that name, or it takes no optimizer steps.
-    """
+    """Strategies by name, or as they are."""
     items = [given] if isinstance(given, (str, Strategy, type)) else list(given)
     if not items:
         raise UserError("strategies is empty; write strategies=('ddp',)")

@@ -141,7 +141,6 @@ class Recorder:
         return min(watched.number for watched in self._watched.values())
 
     def stepped(self, group: OptimizerGroup) -> None:
-        """An optimizer has taken a step."""
         watched = self._watched[id(group)]
         rates, gradients = watched.taken()
         sums = torch.stack(
@@ -232,7 +231,6 @@ class _Watched:
         self._gradients = self.of(self.group.state.whole_gradients()) if self._has_gradients else {}
 
     def taken(self) -> tuple[list[float], dict[str, torch.Tensor]]:
-        """The learning rates and gradients of the step that was taken."""
         if self._gradients is None:
             self._before_update()  # fp16 left the step out, or the optimizer calls no hooks
         gradients, self._gradients = self._gradients, None

@@ -195,7 +195,6 @@ def _settings(
 
 
 def _trained(objects: dict[str, Any]) -> list[Source]:
-    """What is trained on."""
     sources = objects["data"].sources(objects["seed"])
     return [source for source in sources.values() if source.trains]
 

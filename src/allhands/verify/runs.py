@@ -271,5 +271,4 @@ def doubled(value: Any) -> Any:
 
 
 def bytes_of(model: nn.Module) -> int:
-    """The size of the parameters that are trained, in bytes."""
     return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)

@@ -64,9 +64,6 @@ def listener_side(token: bytes) -> Generator[tuple[bytes, int], bytes, dict[str,
 
     Yields bytes to send and how many bytes to read next, gets those bytes, and returns what the
     peer says of itself.
-
-    Raises:
-        RefusedError: the peer does not know the token, or speaks something else.
     """
     challenge = secrets.token_bytes(_NONCE)
     head = yield GREETING + challenge, _HEAD

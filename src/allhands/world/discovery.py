@@ -49,9 +49,6 @@ def accept(
         what: names the service in messages.
         welcome: as `wire.Acceptor` takes it.
         local: all of them are on this host.
-
-    Raises:
-        WorldError: every candidate port is taken.
     """
     ports = candidate_ports(job_key)
     for port in ports:

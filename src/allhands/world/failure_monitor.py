@@ -65,11 +65,7 @@ class FailureMonitor:
         self._silent = False
 
     def welcome(self, link: socket.socket, hello: dict[str, Any]) -> None:
-        """Take a rank that has proven the token; called in the thread of an acceptor.
-
-        Raises:
-            RefusedError: it is no other rank of this world, or is here already.
-        """
+        """Take a rank that has proven the token; called in the thread of an acceptor."""
         if "watchdog" not in hello:  # which only listens
             rank = int(hello["rank"])
             if rank in self._joined or not 0 < rank < self._size:

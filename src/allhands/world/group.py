@@ -70,7 +70,6 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0."""
         return self.rank == 0
 
     @property
@@ -333,9 +332,6 @@ def make_group(
 ) -> None:
     """Make the default process group, within `timeout` seconds; in an elastic job nccl heeds
     `superseded`, which tells that it is not to be made any more.
-
-    Raises:
-        WorldError: the ranks could not be connected. There may be a default group nevertheless.
     """
     import torch.distributed as dist
 

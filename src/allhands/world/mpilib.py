@@ -71,10 +71,6 @@ def check_same(rank: int, size: int, layout: Layout | None, library: str = "its 
 def load_mpi(environ: Environ | None = None) -> Any:
     """`mpi4py.MPI`, with the MPI started; of several installed MPI libraries, the one that belongs
     to the launcher.
-
-    Raises:
-        UserError: mpi4py or an MPI library is missing; the message has the command that installs
-            it.
     """
     if not mpi4py_installed():
         raise UserError(

@@ -59,9 +59,6 @@ def run_over_sockets(
     Args:
         operation: called in another thread.
         seconds, given_up: as for `connect`.
-
-    Raises:
-        WorldError: the operation failed, or was given up.
     """
     before = connections.present()
     done, failed = threading.Event(), []

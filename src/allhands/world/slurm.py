@@ -210,11 +210,7 @@ def restarts_of(environ: Environ) -> int:
 
 
 def wants_requeue(environ: Environ) -> bool:
-    """Whether ALLHANDS_REQUEUE asks to put the job back into the queue.
-
-    Raises:
-        UserError: it is neither 0 nor 1, or there is no job that could be put back.
-    """
+    """Whether ALLHANDS_REQUEUE asks to put the job back into the queue."""
     text = environ.get(REQUEUE_VARIABLE, "").strip()
     if text in ("", "0"):
         return False

@@ -177,7 +177,6 @@ _large: dict[int, Any] = {}
 
 
 def message(tensor: torch.Tensor, MPI: Any) -> list[Any]:
-    """A contiguous tensor as one message of bytes, of any length."""
     if tensor.nbytes <= LARGEST_COUNT:
         return [memory(tensor, MPI), tensor.nbytes, MPI.BYTE]
     if tensor.nbytes not in _large:

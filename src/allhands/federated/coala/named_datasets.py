@@ -60,7 +60,6 @@ def load(data: CoalaData, seed: int) -> tuple[FederatedDataset, FederatedDataset
 
 
 def _writers(data: CoalaData, seed: int) -> tuple[FederatedDataset, FederatedDataset]:
-    """MNIST with its writers; those of the test set are others."""
     entry, made = catalogue.info("mnist"), []
     for part in ("train", "test"):
         with _arrays(data, f"mnist_{part}.npz", "x, y and writer") as arrays:

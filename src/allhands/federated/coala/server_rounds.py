@@ -323,7 +323,6 @@ class ServerRounds(Rounds):
         return self._measure(None, self.conf.server.batch_size)
 
     def test_in_client(self) -> dict[str, float]:
-        """On the test samples of each client that tests."""
         testing, test = [client.number for client in self.coala.get_test_clients()], self.pool.test
         if test is not None and test.clients is not None:
             users = set(test.users)

@@ -121,11 +121,7 @@ EXECUTORS: dict[str, type[Executor]] = {kind.name: kind for kind in (Auto, Seria
 
 
 def parse(given: Any) -> tuple[type[Executor], dict[str, Any]]:
-    """The class and the options that ``"name"`` or ``{"name": …, option: …}`` stands for.
-
-    Raises:
-        UserError: no such executor or option; lists those that there are.
-    """
+    """The class and the options that ``"name"`` or ``{"name": …, option: …}`` stands for."""
 
     options = dict(given) if isinstance(given, dict) else {"name": given}
     name = options.pop("name", None)

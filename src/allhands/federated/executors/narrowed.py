@@ -40,7 +40,6 @@ _BACK = {"batch_norm", "instance_norm"}  # give the format of their input
 
 
 def widened(values: Any) -> Any:
-    """The bfloat16 tensors in any structure as float32."""
     return pytree.tree_map(
         lambda one: (
             one.float() if isinstance(one, torch.Tensor) and one.dtype == torch.bfloat16 else one

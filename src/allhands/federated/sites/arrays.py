@@ -189,7 +189,6 @@ def _read(
 
 
 def _scatter(name: str, arrays: Sequence[Array], dtype: torch.dtype, length: int) -> torch.Tensor:
-    """A row from the places of what is not zero, and that."""
     places, values = arrays
     at = _read(f"{name}.{_PLACES}", places, (np.dtype("<i4"), np.dtype("<i8")), None, length)
     those = _read(f"{name}.{_VALUES}", values, (np.dtype(_DTYPES[dtype]),), at.shape, length)

@@ -28,11 +28,7 @@ _OTHER_HOST = (62, 64)  # X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_IP_ADDRESS_MI
 
 
 def read_certificates(path: Path | str, what: str) -> list[x509.Certificate]:
-    """All certificates of a file in PEM form.
-
-    Raises:
-        UserError: the file is missing, empty, cut, or holds none.
-    """
+    """All certificates of a file in PEM form."""
     data = read_file(path, what)
     if b"PRIVATE KEY-----" in data and b"-----BEGIN CERTIFICATE-----" not in data:
         raise UserError(
@@ -54,12 +50,7 @@ def read_certificates(path: Path | str, what: str) -> list[x509.Certificate]:
 
 
 def check_authority(path: Path | str) -> None:
-    """Whether a file holds authorities by which a site can know its server.
-
-    Raises:
-        UserError: it is missing, empty, cut, or none of its certificates is an authority that is
-            valid now.
-    """
+    """Whether a file holds authorities by which a site can know its server."""
     what = "the authority (--authority)"
     roots = read_certificates(path, what)
     if not any(_is_authority(root) for root in roots):
@@ -80,11 +71,6 @@ def check_server(certificate: Path | str, key: Path | str, authority: Path | str
             if there are some.
         key: its private key, which only its owner may read.
         authority: the file that sites get.
-
-    Raises:
-        UserError: a file is missing, empty, cut or not what it should be; the key is another one's,
-            readable by others, or has a passphrase; the certificate is expired or not valid yet,
-            names no host, or is not signed by the authority.
     """
     what = "the server's certificate (--certificate)"
     chain = read_certificates(certificate, what)
@@ -150,12 +136,7 @@ def _is_authority(certificate: x509.Certificate) -> bool:
 
 
 def read_private_key(path: Path | str, what: str) -> PrivateKeyTypes:
-    """A private key in PEM form, of any kind.
-
-    Raises:
-        UserError: the file is missing, empty, cut, readable by others, protected by a passphrase,
-            or holds none.
-    """
+    """A private key in PEM form, of any kind."""
     data = read_file(path, what)
     if b"PRIVATE KEY-----" not in data:
         raise UserError(
@@ -236,11 +217,6 @@ def probe(
     Returns:
         None where a server answers that the site can trust (for `insecure`: that speaks plain
         text); what is wrong where none answers now, which may change.
-
-    Raises:
-        UserError: the server is not to be trusted: signed by another authority, expired, not valid
-            yet, for another host; or it speaks plain text where TLS was wanted, or the other way
-            round.
     """
     where = f"{host}:{port}"
     if authority is not None:

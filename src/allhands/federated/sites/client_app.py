@@ -113,7 +113,6 @@ def settings_of(
 
 
 def warm_command(state: Path) -> list[str]:
-    """What starts the warm process of a state folder."""
     # -P: a file that lies in the working folder cannot stand for a module.
     return [sys.executable, "-P", "-m", "allhands.federated.sites.warm_process", str(_task(state))]
 

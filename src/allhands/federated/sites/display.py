@@ -141,7 +141,6 @@ class StatusTable:
         return f"{who} failed: {event['reason']}"
 
     def title(self) -> str:
-        """Which round it is."""
         if not self.rounds:
             return "waiting for the first round"
         return f"round {min(self.round + 1, self.rounds)} of {self.rounds}"

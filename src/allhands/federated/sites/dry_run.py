@@ -52,10 +52,6 @@ def try_site(definition: Definition, name: str, data: Path, token: str | None = 
         name: of the site.
         data: its folder.
         token: of the site; only that there is one is told.
-
-    Raises:
-        UserError: the data cannot be read, the model cannot be trained with them, or the site is
-            none of the run's; says why.
     """
     sites = definition.strategy.sites or Sites()
     names = list(sites.names or [name])

@@ -32,11 +32,7 @@ TASKS = (
 
 
 def require() -> str:
-    """Flower's version.
-
-    Raises:
-        UserError: it is not installed, or another release than the one that is known to work.
-    """
+    """Flower's version."""
     try:
         found = version("flwr")
     except PackageNotFoundError:

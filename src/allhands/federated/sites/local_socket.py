@@ -183,7 +183,6 @@ def _connect(peer: socket.socket, address: Path, patience: float) -> None:
 
 
 def _parts(content: RecordDict) -> tuple[dict[str, Any], list[bytes]]:
-    """What is not arrays' bytes, and those."""
     records: dict[str, Any] = {}
     chunks: list[bytes] = []
     for name, record in content.items():

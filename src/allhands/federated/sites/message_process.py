@@ -25,9 +25,6 @@ _REPLACED = (
 def replace_loading(module: Any) -> None:
     """Let Flower's process take our app for the one that was submitted, and write nothing of that
     one to the disk.
-
-    Raises:
-        UserError: this Flower has not the names that are replaced.
     """
     flower.require_names(module, _REPLACED, "run_clientapp")
 

@@ -108,7 +108,6 @@ class Roll:
         return {name: self.present[name].node for name in self.names if name in self.present}
 
     def missing(self) -> list[str]:
-        """Names of the others."""
         return [name for name in self.names if name not in self.present]
 
     def gone(self, sent: Sent) -> str:
@@ -314,10 +313,6 @@ class Roll:
     def wait_for(self, minimum: int | None = None) -> None:
         """Until so many sites take part (None: those that a round needs), and those that have just
         come have answered.
-
-        Raises:
-            UserError: there are fewer after `Sites.wait` seconds, and `Sites.below` is "stop";
-                names those that are missing.
         """
         needed, began, said = (
             self.needed if minimum is None else minimum,

@@ -112,11 +112,7 @@ class RunPage:
 
 
 def serve_page(events: Path, since: float, port: int) -> PageServer:
-    """Start the page of a run.
-
-    Raises:
-        UserError: the port cannot be had.
-    """
+    """Start the page of a run."""
     try:
         server = PageServer(port, RunPage(events, since).answer)
     except OSError as error:
@@ -128,7 +124,6 @@ def serve_page(events: Path, since: float, port: int) -> PageServer:
 
 
 def _values(round_end: Mapping[str, Any]) -> dict[str, float]:
-    """What a round has measured, by ``"loader name"``."""
     measured = {"train": {"loss": round_end.get("loss")}, **(round_end.get("values") or {})}
     return {
         f"{loader} {name}": value

@@ -47,9 +47,6 @@ def main(grid: Grid, context: Context) -> None:
 def settings_of(environ: Mapping[str, str]) -> dict[str, Any]:
     """What to run: what `allhands federated server` has written down, or a generated app's run
     file.
-
-    Raises:
-        UserError: there is neither.
     """
     state, run_file = environ.get(STATE), environ.get(RUN_FILE)
     if state is not None:

@@ -86,9 +86,6 @@ def data_of_sites(
         sites: by name, the ``datasets`` of the training at that site.
         run_seed: of the run, by which each site's data are made as at the site.
         measured: sites measure the model on data sets of their own.
-
-    Raises:
-        UserError: a site's data cannot be had; says whose.
     """
     parts: dict[str, tuple[Any, Any]] = {}
     first: Source | None = None

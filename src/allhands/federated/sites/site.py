@@ -217,7 +217,6 @@ class Site:
         _say(f"connected to {self.options.server}; Ctrl-C ends this site")
 
     def watch(self) -> None:
-        """Start again what has ended."""
         warm = self._children["warm"]
         if (code := warm.poll()) is not None:
             self._again("warm", f"the warm process {_end_of(code)}")

@@ -51,10 +51,6 @@ def read_file(path: Path | str, what: str, *, private: bool = False) -> bytes:
         path: the file.
         what: what it is, for a message: "the site's private key".
         private: only its owner may read it.
-
-    Raises:
-        UserError: there is none, it is empty, it cannot be read, or others can read what is
-            private.
     """
     path = Path(path).expanduser()
     try:
@@ -96,9 +92,6 @@ def make_site_key(path: Path, name: str) -> str:
 
     Returns:
         The site's line of the allow list: its name and its public key.
-
-    Raises:
-        UserError: one of both files exists.
     """
     public_path = path.with_name(path.name + ".pub")
     if public_path.exists():
@@ -121,12 +114,7 @@ def make_site_key(path: Path, name: str) -> str:
 
 
 def read_site_key(path: Path | str) -> bytes:
-    """The public key that belongs to a site's private key, as in `read_allow_list`.
-
-    Raises:
-        UserError: the file is missing, empty, cut, readable by others, protected by a passphrase,
-            or no key that Flower takes.
-    """
+    """The public key that belongs to a site's private key, as in `read_allow_list`."""
     what = "the site's private key (--key)"
     data = read_file(path, what)
     make = "make one by `allhands federated certificates --out DIR --site NAME`"
@@ -181,10 +169,6 @@ def read_allow_list(path: Path | str) -> dict[str, bytes]:
     Returns:
         Name to public key, in the order of the file; keys in PEM, as Flower's server has them
         (`NodeInfo.public_key`).
-
-    Raises:
-        UserError: the file is missing or empty, a line is none, or a name or a key stands there
-            twice.
     """
     what = "the list of sites (--sites)"
     allowed: dict[str, bytes] = {}
@@ -240,12 +224,7 @@ def check_key(allowed: Mapping[str, bytes], public: bytes) -> tuple[str | None, 
 
 
 def read_tokens(path: Path | str) -> dict[str, str]:
-    """The tokens of the sites, from lines ``name token``.
-
-    Raises:
-        UserError: the file is missing, empty, or readable by others; a line is none; a name or a
-            token stands there twice. No message holds a token.
-    """
+    """The tokens of the sites, from lines ``name token``."""
     what = "the file of tokens (--tokens)"
     tokens: dict[str, str] = {}
     for where, words in _lines(path, read_file(path, what, private=True), what):
@@ -318,10 +297,6 @@ def _read_while_edited(path: Path | str) -> dict[str, str]:
 def site_token(file: Path | str | None, environ: Mapping[str, str]) -> str | None:
     """A site's own token, from its file, or from `TOKEN` in the environment; None where there is
     neither.
-
-    Raises:
-        UserError: both are given, or the file is missing, empty, readable by others, or holds
-            anything but a token.
     """
     given = environ.get(TOKEN)
     if file is None:

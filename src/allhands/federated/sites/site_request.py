@@ -86,7 +86,6 @@ class SiteRequest:
         return value
 
     def number(self, name: str, default: Any = _ABSENT) -> Any:
-        """A whole number, or `default` where there is none."""
         value = self.get(name, default)
         if value is not default and (not isinstance(value, int) or isinstance(value, bool)):
             raise Refusal(f"the message's '{name}' is no whole number")

@@ -92,7 +92,6 @@ class SiteRounds(Rounds):
         return sorted(drawn.sample(range(len(self.clients)), self.per_round))
 
     def arrive(self, selected: list[int], round_: int) -> list[int]:
-        """Wait until enough sites are there; those of the cohort that are."""
         self.roll.round = round_
         if not self._begun:
             self._begun = True

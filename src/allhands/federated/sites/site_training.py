@@ -90,9 +90,6 @@ class Across:
 def across_sites(strategy: Federated, across: Across) -> Federated:
     """The same training, of which the clients are sites: what `SupervisedRunner.train` takes on the
     server.
-
-    Raises:
-        UserError: something of it cannot be had across sites; says what to write instead.
     """
     check(strategy)
     names = across.names(strategy.sites or Sites())

@@ -18,11 +18,8 @@ LOCAL = 0.1
 
 
 def look_more_often(module: Any) -> None:
-    """Let the SuperNode wait for `INTERVAL` where it waits for longer, and elsewhere for `LOCAL`.
-
-    Raises:
-        UserError: this Flower waits in another way.
-    """
+    """Let the SuperNode wait for `INTERVAL` where it waits for longer, and elsewhere for
+    `LOCAL`."""
     if getattr(module, "time", None) is not time:
         raise UserError(f"this Flower's SuperNode does not wait by time.sleep: {flower.INSTALL}")
     module.time = SimpleNamespace(**vars(time))

@@ -102,9 +102,6 @@ def reader(path: Path) -> Iterator[Read]:
     `value` is the tensor, or the mark that ``load(path, weights=False)`` left in its place; such a
     one is read at the end of the block, together with all others, and of the files only what this
     rank holds.
-
-    Raises:
-        ValueError: it has another shape.
     """
     index = json.loads((path / INDEX_FILE).read_text())
     wanted: dict[str, Held] = {}
@@ -278,11 +275,7 @@ def check_files(path: Path) -> dict[str, Any]:
 
 
 def _checksums_in(entry: dict[str, Any]) -> dict[str, str]:
-    """The checksums of a file, by kind.
-
-    Raises:
-        KeyError: there is none that is known here.
-    """
+    """The checksums of a file, by kind."""
     known = {kind: entry[kind] for kind in CHECKSUMS if kind in entry}
     if not known:
         raise KeyError("crc32")

@@ -251,7 +251,6 @@ class Saver:
 
 
 def _prepare() -> None:
-    """Import, in the thread, what takes long to import."""
     # The thread has the process's priority: with a lower one, steps took longer, because they wait
     # for locks that it holds.
     import allhands.loop.checkpoint.storage  # noqa: F401
