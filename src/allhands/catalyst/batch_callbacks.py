@@ -131,10 +131,9 @@ class CriterionCallback(BatchPart):
         if rule.sums or (counted is not None and counted != target.numel()):
             raise UserError(
                 "CriterionCallback on several workers, or with accumulate, needs a criterion that "
-                f"is a mean over the samples, and {type(self._criterion).__name__} sums, weighs "
-                "or leaves out some; use one model, criterion and optimizer without batch hooks, "
-                "of which it is exact, or class Own(allhands.Runner), whose steps return (sum, "
-                "count)"
+                f"is a mean over the samples, and {type(self._criterion).__name__} sums, weighs or "
+                "leaves out some; use one model, criterion and optimizer without batch hooks, of "
+                "which it is exact, or class Own(allhands.Runner), whose steps return (sum, count)"
             )
 
     def __getstate__(self) -> dict[str, Any]:

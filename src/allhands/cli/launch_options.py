@@ -109,9 +109,8 @@ ServerRestarts = Annotated[
 AfterFailure = Annotated[
     OnWorkerFailure,
     typer.Option(
-        help="With --servers: the others go on without a worker that fails, or it alone is "
-        "started again, up to "
-        "--max-restarts times."
+        help="With --servers: the others go on without a worker that fails, or it alone is started "
+        "again, up to --max-restarts times."
     ),
 ]
 Elastic = Annotated[

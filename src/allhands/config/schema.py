@@ -48,8 +48,7 @@ class Data(Section):
     name: str = Field(
         default="digits",
         description="a set of the catalogue (digits, mnist, cifar10, cifar100, shakespeare), or a "
-        "function: package.module:name, "
-        "data.py:name",
+        "function: package.module:name, data.py:name",
     )
     root: str | None = Field(
         default=None, description="folder of its files; null looks in ALLHANDS_DATA"
@@ -267,8 +266,7 @@ class RunConfig(Section):
     step: Literal["auto", "eager", "compile", "graph"] = Field(
         default="auto",
         description="on GPUs: record a step in a CUDA graph (graph), where it can be (auto), or "
-        "never (eager); compile: compile "
-        "the model first, then auto",
+        "never (eager); compile: compile the model first, then auto",
     )
     activation_checkpointing: Flag | str | list[str] = Field(
         default=False,

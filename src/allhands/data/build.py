@@ -264,11 +264,8 @@ def _source_from_loader(name: str, loader: Any) -> Source:
     # A BatchSampler that the user made (batch_sampler=BatchSampler(…)) is taken apart like the one
     # that DataLoader makes.
     batcher = loader.batch_sampler
-    source.batch_size, source.drop_last, sampler = (
-        batcher.batch_size,
-        bool(batcher.drop_last),
-        batcher.sampler,
-    )
+    source.batch_size, source.drop_last = batcher.batch_size, bool(batcher.drop_last)
+    sampler = batcher.sampler
     _refuse_distributed_sampler(name, sampler)
     if type(sampler) is RandomSampler and _is_plain_shuffle(sampler, loader.dataset):
         source.shuffle = True

@@ -104,10 +104,8 @@ class Contact:
         if self.ssh is None:
             words, path = agent_words(self._python), [entry for entry in sys.path if entry]
         else:
-            words, path = (
-                self.ssh.command(agent_command(neutral(self._python)), carries_others=True),
-                [],
-            )
+            words = self.ssh.command(agent_command(neutral(self._python)), carries_others=True)
+            path = []
         began = time.monotonic()
         self._process = start_process(words, _first_message(self._env, path))
         said: Callable[[str], str] = lambda text: explain(self.name, text)  # noqa: E731

@@ -111,11 +111,8 @@ def clock(host: str, skew_s: float, round_trip_s: float) -> Finding:
 
 def cores(host: str, facts: Facts) -> Finding:
     """Cores, a container's share of them, and the threads that torch will use."""
-    count, quota, threads = (
-        facts["cores"],
-        facts["core_quota"],
-        facts["variables"].get("OMP_NUM_THREADS"),
-    )
+    count, quota = facts["cores"], facts["core_quota"]
+    threads = facts["variables"].get("OMP_NUM_THREADS")
     values = {"cores": count, "quota": quota, "OMP_NUM_THREADS": threads}
     found = f"{count} cores" + (f", of whose time this container gets {quota:g}" if quota else "")
     found += (

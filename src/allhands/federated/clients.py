@@ -46,10 +46,8 @@ class Clients:
         """From the samples of all clients in one array (int64) and where each client's begin, shape
         ``[clients + 1]``."""
         made = cls.__new__(cls)
-        made.indices, made.offsets = (
-            torch.from_numpy(np.ascontiguousarray(indices, dtype=np.int64)),
-            np.asarray(offsets),
-        )
+        made.indices = torch.from_numpy(np.ascontiguousarray(indices, dtype=np.int64))
+        made.offsets = np.asarray(offsets)
         made._set_names(names)
         return made
 

@@ -69,10 +69,8 @@ class Failures:
         # Ranks of a team wait for one another in every step, so none of them may end before the
         # others do.
         alone = team is None or team.size == 1
-        self._store, self._looked = (
-            common_store(world, "failures") if alone else None,
-            time.monotonic(),
-        )
+        self._store = common_store(world, "failures") if alone else None
+        self._looked = time.monotonic()
         self.begin()
 
     def begin(self) -> None:

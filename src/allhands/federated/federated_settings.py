@@ -78,11 +78,8 @@ class BufferedRounds(Rounds):
 
     def arrive(self, selected: list[int], round_: int) -> list[int]:
         devices, events = self.devices, self.events
-        devices.arrived, devices.late, devices.dropped = (
-            [client for client, _ in events.arrivals],
-            [],
-            events.dropped,
-        )
+        devices.arrived, devices.late = [client for client, _ in events.arrivals], []
+        devices.dropped = events.dropped
         return selected
 
     def distribute(self, cohort: Sequence[int]) -> list[CohortMember]:
@@ -203,10 +200,8 @@ class FederatedSettings:
         self.compression = copy.deepcopy(
             chosen(merged_old(compress, compression, "Federated", "compression"))
         )
-        self.privacy, self.systems = (
-            _make(privacy, Privacy, "privacy"),
-            _make(systems, Systems, "systems"),
-        )
+        self.privacy = _make(privacy, Privacy, "privacy")
+        self.systems = _make(systems, Systems, "systems")
         self.sites: Sites | None = _make(sites, Sites, "sites")
         if self.sites is not None and clients is not None:
             self.sites.check_clients(clients)

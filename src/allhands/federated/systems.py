@@ -169,14 +169,10 @@ class Systems:
             return None if given is None else Distribution(what, given, **bounds)
 
         self.speed = profile("speed", speed, open_low=True)
-        self.download, self.upload = (
-            profile("download", download, open_low=True),
-            profile("upload", upload, open_low=True),
-        )
-        self.delay, self.dropout = (
-            Distribution("delay", delay),
-            Distribution("dropout", dropout, high=1.0),
-        )
+        self.download = profile("download", download, open_low=True)
+        self.upload = profile("upload", upload, open_low=True)
+        self.delay = Distribution("delay", delay)
+        self.dropout = Distribution("dropout", dropout, high=1.0)
         self.deadline = (
             None if deadline is None else fraction("systems: deadline", deadline, open_low=True)
         )

@@ -198,10 +198,8 @@ class Traffic:
             if compression is None
             else compression.sent(server) + 8 * len(server.integers)
         )
-        self.up, self.down = (
-            shared * update + width * sends,
-            shared * plain_bytes(server) + width * gets,
-        )
+        self.up = shared * update + width * sends
+        self.down = shared * plain_bytes(server) + width * gets
 
     def narrow(self, trained: Trained, server: Server) -> None:
         """Let the updates of clients be what the server receives of them."""

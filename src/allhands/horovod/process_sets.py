@@ -55,8 +55,7 @@ class ProcessSet:
                 "the global process set exists after hvd.init()"
                 if self is global_process_set
                 else f"the process set {self.ranks} is not in use; call hvd.add_process_set() with "
-                "it on all ranks, or name it in "
-                "hvd.init(process_sets=[...])"
+                "it on all ranks, or name it in hvd.init(process_sets=[...])"
             )
         return self.ranks
 

@@ -120,12 +120,8 @@ class SplitSampler(Sampler[int]):
                 f"SplitSampler(num_parts={num_parts}, part_index={part_index}); part_index must be "
                 "0 to num_parts - 1: SplitSampler(length, store.num_workers, store.rank)"
             )
-        self.length, self.num_parts, self.part_index, self.seed = (
-            length,
-            num_parts,
-            part_index,
-            seed,
-        )
+        self.length, self.num_parts, self.part_index = length, num_parts, part_index
+        self.seed = seed
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:

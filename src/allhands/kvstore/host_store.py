@@ -441,10 +441,8 @@ def _device_of(values: Iterable[torch.Tensor]) -> str:
 
 
 def _no_rows(table: RowSparse) -> torch.Tensor:
-    ids, none = (
-        torch.empty(1, 0, dtype=torch.int64),
-        torch.empty(0, table.columns, dtype=table.dtype),
-    )
+    ids = torch.empty(1, 0, dtype=torch.int64)
+    none = torch.empty(0, table.columns, dtype=table.dtype)
     return torch.sparse_coo_tensor(
         ids, none, (table.rows, table.columns), is_coalesced=True, check_invariants=False
     )

@@ -106,11 +106,8 @@ class Copy:
             case "part":
                 shard.parts[said["part"]].load_whole(said, load(bytes(body)))
             case "fill" | "end":
-                self.shard, self.whole, self.finished = (
-                    Shard(*self._made),
-                    False,
-                    said["op"] == "end",
-                )
+                self.shard, self.whole = Shard(*self._made), False
+                self.finished = said["op"] == "end"
             case "whole":
                 self.whole = True
             case other:

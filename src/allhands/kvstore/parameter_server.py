@@ -73,13 +73,8 @@ class ParameterServer:
         find: Find | None = None,
         start: float = DEFAULT_START,
     ) -> None:
-        self.number, self.servers, self.workers, self.lease, self.patience = (
-            number,
-            servers,
-            workers,
-            lease,
-            start,
-        )
+        self.number, self.servers, self.workers = number, servers, workers
+        self.lease, self.patience = lease, start
         self._came: set[int] = set()  # workers that have been here
         self._began: dict[int, float] = {}  # when each store's first worker came
         self.restarted = restarted
@@ -343,10 +338,8 @@ def main() -> None:
     number, servers = int(os.environ["ALLHANDS_SERVER"]), int(os.environ["ALLHANDS_NUM_SERVERS"])
     meeting, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
-        lease, start = (
-            float(os.environ.get(LEASE, DEFAULT_LEASE)),
-            float(os.environ.get(START, DEFAULT_START)),
-        )
+        lease = float(os.environ.get(LEASE, DEFAULT_LEASE))
+        start = float(os.environ.get(START, DEFAULT_START))
         server = ParameterServer(
             number,
             servers,

@@ -146,10 +146,8 @@ def build_optimizer(
             f"optimizer_params {sorted(options)} were given beside a {type(optimizer).__name__}, "
             "which has its own"
         )
-    ours, theirs = (
-        {id(one) for one in params},
-        {id(one) for group in built.param_groups for one in group["params"]},
-    )
+    ours = {id(one) for one in params}
+    theirs = {id(one) for group in built.param_groups for one in group["params"]}
     if ours != theirs:
         raise UserError(
             f"the {type(built).__name__} has {len(theirs)} parameters, of which "

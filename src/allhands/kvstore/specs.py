@@ -249,10 +249,8 @@ def _of_kind(name: str, option: str, given: Any, default: Any) -> Any:
         )
         kind = f"{len(default)} finite numbers"
     else:
-        right, kind = (
-            value is None or isinstance(value, (bool, int, float, str)),
-            "a number, a string or None",
-        )
+        right = value is None or isinstance(value, (bool, int, float, str))
+        kind = "a number, a string or None"
     if not right:
         raise UserError(f"the optimizer '{name}' cannot have {option}={given!r}; it must be {kind}")
     return [float(one) for one in value] if isinstance(default, (tuple, list)) else value

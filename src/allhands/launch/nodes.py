@@ -150,12 +150,8 @@ class NodeFollower:
     def __init__(
         self, rendezvous: Rendezvous, agent: AgentHandle, shipment: Shipment, servers: int = 0
     ) -> None:
-        self.rendezvous, self.agent, self.shipment, self.servers = (
-            rendezvous,
-            agent,
-            shipment,
-            servers,
-        )
+        self.rendezvous, self.agent, self.shipment = rendezvous, agent, shipment
+        self.servers = servers
         self.link = rendezvous.links[0]
         self.host = rendezvous.hosts[rendezvous.node]
         self.leader = rendezvous.hosts[0]

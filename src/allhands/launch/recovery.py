@@ -68,11 +68,8 @@ class Recovery:
         least: int = 1,
         spares: int = 0,
     ) -> None:
-        self.server_restarts, self.on_worker_failure, self.max_restarts = (
-            server_restarts,
-            on_worker_failure,
-            max_restarts,
-        )
+        self.server_restarts, self.on_worker_failure = server_restarts, on_worker_failure
+        self.max_restarts = max_restarts
         self.elastic, self._least, self._spares = elastic, least, spares
         self.members = ElasticMembers(self._publish)
         self.restarts = 0  # of a worker, or of the world

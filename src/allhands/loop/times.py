@@ -8,12 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 #: What is measured; the rest of the time is of steps.
-BEGIN, DATA, EVALUATION, CHECKPOINTS = (
-    "begin, restore, place the model",
-    "wait for batches",
-    "evaluation",
-    "checkpoints",
-)
+BEGIN, DATA, EVALUATION = "begin, restore, place the model", "wait for batches", "evaluation"
+CHECKPOINTS = "checkpoints"
 
 
 class Times:

@@ -339,8 +339,7 @@ def _rows(output: Any, target: Any) -> int:
     if rows is None:
         raise UserError(
             f"cannot tell how many samples a model's output of type {type(output).__name__} and a "
-            "target of type "
-            f"{type(target).__name__} hold; return tensors whose first dimension is the batch, or "
-            "a list with a dict for each sample"
+            f"target of type {type(target).__name__} hold; return tensors whose first dimension is "
+            "the batch, or a list with a dict for each sample"
         )
     return rows

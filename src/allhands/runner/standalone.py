@@ -45,10 +45,8 @@ def evaluate(
         if placement.level:
             check_over_batch(criterion, strategy, world.world_size)
         feeds = _feeds(data.sources(seed), world, seed, shipped, placement)
-        forward, number = (
-            Forward(runner, module, world.device, criterion, reporter.line),
-            Precision(precision, world.device),
-        )
+        forward = Forward(runner, module, world.device, criterion, reporter.line)
+        number = Precision(precision, world.device)
         counts, slices = placement.counts, placement.slices
         by_loader, values = metrics_by_loader(metrics, feeds), {}
         for name, feed in feeds.items():

@@ -294,11 +294,8 @@ class Units:
 
     def _take_over(self, group: Any) -> None:
         """Know when a group's gradients are to be added up, and complete them before."""
-        begin, end, hooked = (
-            group.pre_backward,
-            group.post_backward,
-            group._register_post_backward_hook,
-        )
+        begin, end = group.pre_backward, group.post_backward
+        hooked = group._register_post_backward_hook
 
         def pre_backward(*args: Any) -> None:
             self._waiting.add(id(group))
@@ -314,11 +311,8 @@ class Units:
             # In what is computed again in the backward pass, the units have no part.
             return hooked(args, kwargs) if in_backward() else (args, kwargs)
 
-        group.pre_backward, group.post_backward, group._register_post_backward_hook = (
-            pre_backward,
-            post_backward,
-            register,
-        )
+        group.pre_backward, group.post_backward = pre_backward, post_backward
+        group._register_post_backward_hook = register
 
     def _fill(self, group: Any) -> None:
         for record in group.fsdp_params:

@@ -97,10 +97,8 @@ def mean_state(
     for made, ranks in zip(large["mean"], holders.tolist(), strict=True):
         made.div_(ranks)
     size = world.world_size
-    summed, told = (
-        sum(made.nbytes for made in large["mean"]),
-        sum(made.nbytes for made in large["rank 0"]),
-    )
+    summed = sum(made.nbytes for made in large["mean"])
+    told = sum(made.nbytes for made in large["rank 0"])
     return state, 2 * (size - 1) * summed // size + (told if world.rank == 0 else 0) + (
         size - 1
     ) * len(text)

@@ -104,12 +104,8 @@ class Pipeline(Meshed):
                 "that a stage uses twice too often. Write schedule='1f1b'"
             )
         self.pipeline = self
-        self.stages, self.schedule, self.microbatches, self.balance = (
-            stages,
-            schedule,
-            microbatches,
-            balance,
-        )
+        self.stages, self.schedule, self.microbatches = stages, schedule, microbatches
+        self.balance = balance
         self.stages_per_worker = stages_per_worker or (2 if schedule == "interleaved" else 1)
 
     def degrees_for(self, workers: int) -> Degrees:

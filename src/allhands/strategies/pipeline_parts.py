@@ -182,10 +182,8 @@ def _segments(nodes: list[fx.Node]) -> list[Part]:
             starts.append(number)
     parts: list[Part] = []
     for start, stop in itertools.pairwise([*starts, len(nodes)]):
-        inside, taken = (
-            nodes[start:stop],
-            next(node for node in reversed(nodes[:start]) if last_use[node] >= start),
-        )
+        inside = nodes[start:stop]
+        taken = next(node for node in reversed(nodes[:start]) if last_use[node] >= start)
         given = next(
             node
             for node in reversed(inside)

@@ -58,10 +58,8 @@ class PowerSGD(Residuals):
             if 2 * r * (rows + columns) <= parameter.numel() and r:
                 generator = torch.Generator().manual_seed(derive_seed(seed, "powersgd", name))
                 drawn = torch.randn(columns, r, generator=generator, dtype=wide(parameter.dtype))
-                self._shapes[name], self._first[name] = (
-                    (rows, columns),
-                    (drawn / drawn.norm(dim=0)).to(parameter.device),
-                )
+                self._shapes[name] = (rows, columns)
+                self._first[name] = (drawn / drawn.norm(dim=0)).to(parameter.device)
         self._factors: dict[str, torch.Tensor] = {}
 
     def add_up(self, bucket: Bucket) -> None:

@@ -58,8 +58,7 @@ def check_elementwise(optimizer: optim.Optimizer, why: str, instead: str = "") -
         ""
         if kind.__module__.startswith(("torch.", "allhands."))
         else "; or, if each element's update depends on that element's gradient and state alone, "
-        "write `elementwise = True` "
-        f"into the class {kind.__name__}"
+        f"write `elementwise = True` into the class {kind.__name__}"
     )
     raise UserError(f"{why}. Use one of {known}{marked}{instead}")
 
@@ -150,10 +149,8 @@ class Repointed:
             UserError: groups were taken away or changed, or have a parameter that is not the
                 model's.
         """
-        groups, known = (
-            self.optimizer.param_groups,
-            [[self.local[n] for n in own if n in self.local] for own in self.names],
-        )
+        groups = self.optimizer.param_groups
+        known = [[self.local[n] for n in own if n in self.local] for own in self.names]
         if [len(group["params"]) for group in groups[: len(known)]] != list(map(len, known)):
             raise UserError(
                 "the optimizer's groups of parameters were changed between two epochs; add groups "
@@ -252,10 +249,8 @@ class Repointed:
             ValueError: it is of another optimizer.
         """
         groups = state["param_groups"]
-        sizes, own = (
-            [len(group["params"]) for group in groups],
-            [len(members) for members in self.names],
-        )
+        sizes = [len(group["params"]) for group in groups]
+        own = [len(members) for members in self.names]
         if sizes != own:
             raise ValueError(
                 f"its optimizer has groups of {sizes} parameters, and this one of {own}"

@@ -98,9 +98,8 @@ def _ranks(case: Case) -> list[str]:
         step = case.trace.step_name(number)
         if kind == "buffers":
             said.append(
-                f"buffers: after {step} and the state's sync_buffers() the ranks "
-                "hold different values of "
-                f"{listed(names)}; what is evaluated and saved depends on the rank"
+                f"buffers: after {step} and the state's sync_buffers() the ranks hold different "
+                f"values of {listed(names)}; what is evaluated and saved depends on the rank"
             )
             continue
         where = (

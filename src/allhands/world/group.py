@@ -366,11 +366,8 @@ def _adopt(request: InitRequest, environ: Environ) -> _State:
     """
     import torch.distributed as dist
 
-    rank, size, backend = (
-        dist.get_rank(),
-        dist.get_world_size(),
-        str(dist.get_backend()).split(",", maxsplit=1)[0],
-    )
+    rank, size = dist.get_rank(), dist.get_world_size()
+    backend = str(dist.get_backend()).split(",", maxsplit=1)[0]
     if request.backend not in {"auto", backend}:
         raise WorldError(
             f"init(backend={request.backend!r}), but torch.distributed already runs with "

@@ -185,10 +185,8 @@ class MPIGroup(_Base):
             parts = given if isinstance(given, list) else [given]
             rows.append(self._wires(name, complex_as_pairs(name, parts, opts.reduceOp)))
         numbers = complex_as_pairs(name, outputs, opts.reduceOp)
-        sinks, kinds = (
-            self._wires(name, numbers, read=False),
-            self._kinds(name, numbers, opts.reduceOp),
-        )
+        sinks = self._wires(name, numbers, read=False)
+        kinds = self._kinds(name, numbers, opts.reduceOp)
 
         def run(moves: Moves) -> None:
             for sink, wires, kind in zip(sinks, rows, kinds, strict=True):
@@ -289,10 +287,8 @@ class MPIGroup(_Base):
                     f"all_to_all over {self.size()} ranks needs as many {what} tensors, but got "
                     f"{len(given)}"
                 )
-        sources, sinks = (
-            self._wires("all_to_all", inputs),
-            self._wires("all_to_all", outputs, read=False),
-        )
+        sources = self._wires("all_to_all", inputs)
+        sinks = self._wires("all_to_all", outputs, read=False)
 
         def run(moves: Moves) -> None:
             moves.exchange([sink.begin() for sink in sinks], [source.begin() for source in sources])

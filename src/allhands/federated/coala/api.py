@@ -216,13 +216,8 @@ def run() -> Result:
     # What was trained is let go now, with its share of the world's store, which must not outlive
     # the world: a server and its rounds name each other, and the end of the program would be too
     # late to find that out.
-    federation.ran, federation.built, federation.train, federation.test, federation.model = (
-        True,
-        None,
-        None,
-        None,
-        None,
-    )
+    federation.ran, federation.built, federation.train = True, None, None
+    federation.test, federation.model = None, None
     del server, rounds, pool
     gc.collect()
     return result
@@ -357,12 +352,8 @@ def _model(federation: _Federation) -> nn.Module:
 def _build(federation: _Federation) -> tuple[BaseServer, ServerRounds, Pool]:
     if federation.built is not None:
         return federation.built
-    conf, world, train, model = (
-        federation.conf,
-        federation.world,
-        _data(federation),
-        _model(federation),
-    )
+    conf, world, train = federation.conf, federation.world, _data(federation)
+    model = _model(federation)
     assert train.clients is not None
     with preserved_generators():
         seed_everything(derive_seed(conf.seed, "server"))

@@ -69,13 +69,8 @@ class BaseClient:
         device: torch.device,
         **options: Any,
     ) -> None:
-        self.cid, self.conf, self.train_data, self.test_data, self.device = (
-            cid,
-            conf,
-            train_data,
-            test_data,
-            device,
-        )
+        self.cid, self.conf, self.train_data = cid, conf, train_data
+        self.test_data, self.device = test_data, device
         self.options = options
         self.model: nn.Module | None = None
         self.compressed_model: nn.Module | None = None

@@ -56,25 +56,20 @@ class CoalaData(CoalaSection):
     dataset: str = Field(
         default="mnist",
         description="digits, mnist, cifar10, cifar100, shakespeare; others through "
-        "register_dataset "
-        "(COALA's default, femnist, is not here)",
+        "register_dataset (COALA's default, femnist, is not here)",
     )
     split_type: Literal["iid", "niid", "dir", "class"] = Field(
         default="iid",
-        description="iid; niid: one client a writer "
-        "(mnist) "
-        "or speaker "
-        "(shakespeare); dir: Dirichlet; class: some classes a "
-        "client",
+        description="iid; niid: one client a writer (mnist) or speaker (shakespeare); dir: "
+        "Dirichlet; class: some classes a client",
     )
     fl_type: Any = only("supervised", "write a client with a train of its own, and register_client")
     semi_scenario: Any = only("label_in_server", "training is supervised")
     num_labels_per_class: Any = only(100, "training is supervised")
     min_size: Count = Field(
         default=10,
-        description="samples that a client has at least; dir: drawn until all have them; "
-        "niid: clients "
-        "with fewer are left out",
+        description="samples that a client has at least; dir: drawn until all have them; niid: "
+        "clients with fewer are left out",
     )
     data_amount: Share = Field(
         default=0.05,
@@ -98,9 +93,8 @@ class CoalaData(CoalaSection):
     )
     weights: list[Positive] | None = Field(
         default=None,
-        description="iid: proportions of the clients' numbers of samples; fewer "
-        "than clients "
-        "are repeated",
+        description="iid: proportions of the clients' numbers of samples; fewer than clients are "
+        "repeated",
     )
 
     @model_validator(mode="after")
@@ -145,9 +139,8 @@ class CoalaOptimizer(CoalaSection):
     )
     weight_decay: Annotated[float, Field(ge=0)] | None = Field(
         default=None,
-        description="not set: 0.0005 for SGD, 0 for others; "
-        "COALA drops it "
-        "with Adam, here it acts when it is written",
+        description="not set: 0.0005 for SGD, 0 for others; COALA drops it with Adam, here it acts "
+        "when it is written",
     )
 
     def options(self) -> dict[str, float]:
@@ -211,9 +204,8 @@ class ServerConfig(CoalaSection):
     )
     aggregation_content: Literal["all", "parameters"] = Field(
         default="all",
-        description="parameters: refused for a model with "
-        "buffers, since "
-        "COALA keeps those of whichever client came first",
+        description="parameters: refused for a model with buffers, since COALA keeps those of "
+        "whichever client came first",
     )
     epoch: Any = only(5, "COALA never reads it; write client.local_epoch")
     optimizer: ServerOptimizer = ServerOptimizer()

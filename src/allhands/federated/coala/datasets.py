@@ -298,12 +298,8 @@ class _Transformed(Dataset[Any]):
     def __init__(
         self, x: torch.Tensor, y: torch.Tensor, transform: Any, target_transform: Any
     ) -> None:
-        self.x, self.targets, self.transform, self.target_transform = (
-            x,
-            y,
-            transform,
-            target_transform,
-        )
+        self.x, self.targets, self.transform = x, y, transform
+        self.target_transform = target_transform
 
     def __len__(self) -> int:
         return len(self.x)

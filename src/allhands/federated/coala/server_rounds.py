@@ -201,10 +201,8 @@ class ServerRounds(Rounds):
                 for slot, client in enumerate(cohort)
                 if client % ranks == rank
             ]
-        strategy, slots = (
-            self.conf.resource_heterogeneous.grouping_strategy,
-            list(range(len(cohort))),
-        )
+        strategy = self.conf.resource_heterogeneous.grouping_strategy
+        slots = list(range(len(cohort)))
         if strategy == "greedy":
             return super().distribute(cohort)
         if strategy == "random":

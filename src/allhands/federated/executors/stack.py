@@ -88,13 +88,8 @@ class Stack:
     ) -> None:
         server = losses.server
         layout, device = server.layout, server.device
-        self.losses, self.pads, self.recorder, self.compiled, self.flat = (
-            losses,
-            pads,
-            recorder,
-            compile,
-            flat,
-        )
+        self.losses, self.pads, self.recorder = losses, pads, recorder
+        self.compiled, self.flat = compile, flat
         self.rows = torch.zeros(count, layout.length, dtype=layout.dtype, device=device)
         self.gradients = torch.zeros(
             count, layout.trained if flat else 0, dtype=layout.dtype, device=device

@@ -51,10 +51,8 @@ def pack(rows: Mapping[str, torch.Tensor], bounds: Sequence[int] | None = None) 
             _encode(values, bounds) if is_row and places is None and bounds is not None else None
         )
         if places is not None:
-            record[f"{name}.{_PLACES}"], record[f"{name}.{_VALUES}"] = (
-                _pack(places),
-                _pack(values[places]),
-            )
+            record[f"{name}.{_PLACES}"] = _pack(places)
+            record[f"{name}.{_VALUES}"] = _pack(values[places])
         elif coded is not None:
             record.update({f"{name}.{part}": _pack(array) for part, array in coded.items()})
         else:

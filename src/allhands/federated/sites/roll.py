@@ -80,12 +80,8 @@ class Roll:
         description: str,
     ) -> None:
         self.grid, self.names, self.allowed, self.tokens = grid, list(names), allowed, tokens
-        self.settings, self.events, self.post, self.description = (
-            settings,
-            events,
-            post,
-            description,
-        )
+        self.settings, self.events, self.post = settings, events, post
+        self.description = description
         self.needed = settings.of(self.names)
         self.present: dict[str, Present] = {}
         self.run = ""  # its identity, which the sites keep their state by
@@ -314,11 +310,8 @@ class Roll:
         """Until so many sites take part (None: those that a round needs), and those that have just
         come have answered.
         """
-        needed, began, said = (
-            self.needed if minimum is None else minimum,
-            time.monotonic(),
-            time.monotonic(),
-        )
+        needed, began = self.needed if minimum is None else minimum, time.monotonic()
+        said = time.monotonic()
         while True:
             self.greet()
             self.post.sweep()

@@ -207,10 +207,8 @@ class SiteWorker:
         except ValueError:
             raise Refusal("the server's description is not JSON") from None
         found = differences(self.description, theirs)
-        classes, highest = (
-            theirs.get("labels") if isinstance(theirs, dict) else None,
-            self._highest_class(),
-        )
+        classes = theirs.get("labels") if isinstance(theirs, dict) else None
+        highest = self._highest_class()
         if not found and isinstance(classes, list) and highest >= len(classes):
             found = [
                 f"a sample here is of class {highest}, and the server names {len(classes)} "

@@ -44,10 +44,8 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):
                 tf.cast(tf.expand_dims(mask, -1), tf.float64), tf.shape(inputs)
             )
             count = tf.reduce_sum(weights) / tf.cast(tf.shape(inputs)[self.axis], tf.float64)
-            sums, squares = (
-                tf.reduce_sum(values * weights, axes),
-                tf.reduce_sum(values * values * weights, axes),
-            )
+            sums = tf.reduce_sum(values * weights, axes)
+            squares = tf.reduce_sum(values * values * weights, axes)
         total = allreduce(tf.concat([count[tf.newaxis], sums, squares], axis=0), op=reduce_ops.Sum)
         width = tf.shape(sums)[0]
         mean = total[1 : width + 1] / total[0]

@@ -78,10 +78,8 @@ def DistributedOptimizer(
                     "out"
                 )
         engine.current()
-        mixin, made = (
-            _Adasum,
-            {"_named": named, "_compression": compression, "_process_set": process_set},
-        )
+        mixin = _Adasum
+        made = {"_named": named, "_compression": compression, "_process_set": process_set}
     else:
         reducer = Reducer(
             named,
