@@ -176,6 +176,8 @@ def disturb(
             with contextlib.suppress(ProcessLookupError):
                 os.kill(chosen, getattr(signal, kind))
                 done[kind] += 1
+                said = f"{time.time() - began:.0f} s: {kind}, {sum(done.values())} of {events}"
+                print(said, file=sys.stderr, flush=True)
     return done
 
 

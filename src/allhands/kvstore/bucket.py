@@ -3,6 +3,7 @@ a round."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,7 +34,11 @@ class KeyBucket:
             `whole`.
         views: the weights by key, in the key's shape; the same memory as `whole`.
         optimizer: of `part`; None until the first step.
+        number: of the part.
+        twin: the same bucket with another part, which is updated here, too; None without one.
     """
+
+    twin: KeyBucket | None = None
 
     def __init__(
         self,
@@ -50,8 +55,7 @@ class KeyBucket:
         count = self._flat.length
         length = -(-count // parts)
         dtype = values[self.names[0]].dtype
-        self.layout, self._rank = layout, rank
-        self._slice = slice(rank * length, (rank + 1) * length)
+        self.layout, self.number, self._length = layout, rank, length
         self.whole = torch.zeros(
             parts * length if layout is None else count, dtype=dtype, device=device
         )
@@ -64,6 +68,22 @@ class KeyBucket:
         self.optimizer: ChunkOptimizer | None = None
         self._room: list[torch.Tensor] = []
 
+    def keep_twin(self, number: int) -> None:
+        """Update the part of this number here, too."""
+        self.twin = twin = copy.copy(self)
+        twin.number = number
+        twin.part = twin.own(twin.whole).clone()
+
+    @property
+    def held(self) -> list[KeyBucket]:
+        """This bucket and its twin."""
+        return [self] if self.twin is None else [self, self.twin]
+
+    def take_values(self) -> None:
+        """Go on from the values in `whole`."""
+        for one in self.held:
+            one.part.copy_(one.own(one.whole))
+
     def cut(self, whole: torch.Tensor) -> dict[str, torch.Tensor]:
         """Views of a tensor that is as long as the bucket, by key, in the key's shape."""
         return self._flat.named(whole)
@@ -71,10 +91,10 @@ class KeyBucket:
     def own(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a tensor that is as long as the bucket."""
         if self.layout is None:
-            return whole[self._slice]
+            return whole[self.number * self._length : (self.number + 1) * self._length]
         mine = [
             whole[offset + piece.start : offset + piece.stop]
-            for _, offset, piece in self.pieces(self._rank)
+            for _, offset, piece in self.pieces(self.number)
         ]
         return torch.cat(mine) if mine else whole.new_empty(0)
 
@@ -139,6 +159,8 @@ class KeyBucket:
             dtype = next(iter(values.values())).dtype
             parts[name] = self.own(self.filled(values, torch.empty_like(self.whole, dtype=dtype)))
         self.optimizer.load_state(parts, numbers)
+        if self.twin is not None:
+            self.twin.load(tensors, numbers, spec)
 
 
 def weight_factor(weights: Sequence[float], expected: float | None) -> float:

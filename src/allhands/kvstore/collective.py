@@ -49,12 +49,14 @@ class CollectiveStore(LocalStore):
     Args:
         mode: what `create` was given.
         world: the workers.
+        twice: see `LocalKeys`.
     """
 
-    def __init__(self, mode: Mode, world: World) -> None:
+    def __init__(self, mode: Mode, world: World, twice: bool = False) -> None:
         # gloo exchanges memory of the CPU only.
         device = torch.device("cpu") if world.backend == "gloo" else world.device
-        super().__init__(mode, world.rank, world.world_size, None if world.is_alone else device)
+        place = None if world.is_alone else device
+        super().__init__(mode, world.rank, world.world_size, place, twice)
         self._world = world
         self._closed = False
         self._number = 0

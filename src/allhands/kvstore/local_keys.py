@@ -30,13 +30,20 @@ class LocalKeys(KVStore):
         mode: what `create` was given.
         rank, num_workers: who takes part.
         device: where all values are kept; None: where they are when they are declared.
+        twice: each worker also updates the part of the one before it, to the same bits. Keys are
+            dense then, and nothing is compressed.
     """
 
     def __init__(
-        self, mode: Mode, rank: int = 0, num_workers: int = 1, device: torch.device | None = None
+        self,
+        mode: Mode,
+        rank: int = 0,
+        num_workers: int = 1,
+        device: torch.device | None = None,
+        twice: bool = False,
     ) -> None:
         super().__init__(mode, rank, num_workers)
-        self._device = device
+        self._device, self._twice = device, twice
         self._buckets: dict[str, KeyBucket] = {}
         self._rows: dict[str, Table] = {}
         self._unread: set[str] = set()
@@ -120,14 +127,17 @@ class LocalKeys(KVStore):
             values: dict[str, torch.Tensor] = {name: named[name] for name in names}  # type: ignore[misc]
             bucket = self._bucket(values, group, torch.device(place))
             self._take_first(bucket.whole)
-            bucket.part.copy_(bucket.own(bucket.whole))
+            bucket.take_values()
             self._add(bucket)
 
     def _bucket(
         self, values: Mapping[str, torch.Tensor], group: int, device: torch.device
     ) -> KeyBucket:
         layout = self._narrow.layout(values) if self._narrow is not None else None
-        return KeyBucket(values, group, device, self.rank, self.num_workers, layout)
+        made = KeyBucket(values, group, device, self.rank, self.num_workers, layout)
+        if self._twice and self.num_workers > 1:
+            made.keep_twin((self.rank - 1) % self.num_workers)
+        return made
 
     def _add(self, bucket: KeyBucket) -> None:
         for name in bucket.names:
@@ -165,7 +175,9 @@ class LocalKeys(KVStore):
             new = self._bucket(
                 {name: bucket.views[name] for name in names}, bucket.group, bucket.whole.device
             )
-            new.part.copy_(new.own(new.filled(true, torch.empty_like(new.whole))))
+            values = new.filled(true, torch.empty_like(new.whole))
+            for one in new.held:
+                one.part.copy_(one.own(values))
             if bucket.optimizer is not None:
                 assert self.optimizer is not None
                 new.load(

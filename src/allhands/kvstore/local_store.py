@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,14 @@ from allhands.kvstore.store_state import StoreState
 
 class LocalStore(LocalKeys):
     """One worker's store. "local" keeps the values on the CPU, "device" where the first value of
-    each key lies."""
+    each key lies.
+
+    Attributes:
+        before_step: called in each `update` with what takes the optimizer's step here, without a
+            word to another worker, once all that needs has come.
+    """
+
+    before_step: Callable[[Callable[[], None]], None] | None = None
 
     # ------------------------------------------------------------------ rounds
 
@@ -109,11 +116,22 @@ class LocalStore(LocalKeys):
             if bound != 1.0:
                 for values in (*combined, *(found[1] for found in rows)):
                     values.mul_(bound)
-        for bucket, values in zip(buckets, combined, strict=True):
-            self._apply(bucket, values, groups[bucket.group] if groups else None)
-        for table, found in zip(tables, rows, strict=True):
-            table.step(found, groups[table.group] if groups else None)
-        self._steps += 1
+        shared = [
+            self._shared(bucket, values) for bucket, values in zip(buckets, combined, strict=True)
+        ]
+
+        def take_step() -> None:
+            for bucket, values in zip(buckets, shared, strict=True):
+                self._take(bucket, values, groups[bucket.group] if groups else None)
+            for table, found in zip(tables, rows, strict=True):
+                table.step(found, groups[table.group] if groups else None)
+            self._steps += 1
+
+        if self.before_step is not None:
+            self.before_step(take_step)
+        take_step()
+        for bucket in buckets:
+            self._spread(bucket, bucket.part, True)
 
     @torch.no_grad()
     def _combined(
@@ -128,14 +146,33 @@ class LocalStore(LocalKeys):
             part = self._narrow.added_up(bucket, filled, self._swap)
         return part.mul_(factor) if factor != 1.0 else part
 
+    def _shared(self, bucket: KeyBucket, values: torch.Tensor) -> list[torch.Tensor]:
+        """The combined gradients of the parts that are updated here."""
+        if bucket.twin is None:
+            return [values]
+        following = (self.rank + 1) % self.num_workers
+        sent = [values if rank == following else values[:0] for rank in range(self.num_workers)]
+        return [values, self._swap(sent)[bucket.twin.number]]
+
+    @torch.no_grad()
+    def _take(
+        self,
+        bucket: KeyBucket,
+        gradients: Sequence[torch.Tensor],
+        options: Mapping[str, Any] | None,
+    ) -> None:
+        """Update the parts that are updated here."""
+        for one, values in zip(bucket.held, gradients, strict=True):
+            if self.optimizer is None:
+                one.part.copy_(values)
+            else:
+                one.step(values, self.optimizer, options)
+
     @torch.no_grad()
     def _apply(
         self, bucket: KeyBucket, values: torch.Tensor, options: Mapping[str, Any] | None
     ) -> None:
-        if self.optimizer is None:
-            bucket.part.copy_(values)
-        else:
-            bucket.step(values, self.optimizer, options)
+        self._take(bucket, self._shared(bucket, values), options)
         self._spread(bucket, bucket.part, self.optimizer is not None)
 
     def _spread(self, bucket: KeyBucket, part: torch.Tensor, changes: bool) -> None:
@@ -204,7 +241,8 @@ class LocalStore(LocalKeys):
     def _set_optimizer(self, spec: OptimizerSpec) -> None:
         self._meet("set_optimizer", [spec.name, list(spec.groups)])
         for bucket in each(self._buckets.values()):
-            bucket.optimizer = None
+            for one in bucket.held:
+                one.optimizer = None
         self._give_whole()
         for table in self._rows.values():
             table.set_optimizer(spec)
@@ -215,12 +253,12 @@ class LocalStore(LocalKeys):
         self._give_whole()
         self._narrow = None if none else Narrow(push, pull, self.rank, self.num_workers)
         self._reduced = {}, []
-        for bucket in each(self._buckets[name] for name in sorted(self._buckets)):
+        for bucket in self.ordered_buckets():
             self._cut(bucket, [bucket.names])
 
     def _give_whole(self) -> None:
         """Where values come back in fewer bits, bring all workers the true ones."""
-        for bucket in each(self._buckets[name] for name in sorted(self._buckets)):
+        for bucket in self.ordered_buckets():
             if bucket.layout is not None:
                 self._gather(bucket, bucket.part, bucket.whole)
         if self._narrow is not None:
@@ -242,14 +280,19 @@ class LocalStore(LocalKeys):
         return [
             tensor
             for bucket in each(self._buckets.values())
-            if bucket.optimizer is not None
-            for tensor in bucket.optimizer.state()[0].values()
+            for one in bucket.held
+            if one.optimizer is not None
+            for tensor in one.optimizer.state()[0].values()
         ]
+
+    def ordered_buckets(self) -> list[KeyBucket]:
+        """The buckets in an order that is the same on all workers."""
+        return each(self._buckets[name] for name in sorted(self._buckets))
 
     def state(self) -> StoreState:
         self._meet("state", None)
         state = StoreState(self._steps)
-        for bucket in each(self._buckets[name] for name in sorted(self._buckets)):
+        for bucket in self.ordered_buckets():
             tensors, numbers = self._state_of(bucket)
             for key in bucket.names:
                 if tensors:
@@ -274,7 +317,7 @@ class LocalStore(LocalKeys):
                         f"the key {list(self.shapes[name][0])}"
                     )
         self._meet("load_state", state.step)
-        for bucket in list(each(self._buckets[name] for name in sorted(self._buckets))):
+        for bucket in list(self.ordered_buckets()):
             # Keys of one bucket that have not taken the same steps must part.
             alike: dict[str, list[str]] = defaultdict(list)
             for name in bucket.names:

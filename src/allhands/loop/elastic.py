@@ -46,7 +46,7 @@ class Elastic(ElasticUnits):
         self.attach(loop)
         self.loop = loop
         self.measures = SharedMeasures(loop)
-        self._transfer = StateTransfer(loop, self.progress, self.measures)
+        self._transfer = StateTransfer(loop, self.progress, self.measures, self.joins)
         self.brings_weights = self.joins
         #: How many logical workers there are, see `allhands.Strategy.replicas`; None where ranks
         #: stand for no more than their share.

@@ -121,6 +121,7 @@ class ElasticUnits(ABC):
         number = self._training.agreement.leaves
         if number:
             self._training.agreement.heed()
+            self.leave()
             self.regrouping.end_watch()
             print(f"allhands: rank {self.world.rank} leaves for signal {number}", file=sys.stderr)
             raise SystemExit(128 + number)

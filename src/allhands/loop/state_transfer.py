@@ -31,10 +31,13 @@ class StateTransfer:
         loop: the training.
         progress: of this rank.
         measures: of all ranks.
+        joins: this rank has joined, and has nothing for others before it was brought all.
     """
 
-    def __init__(self, loop: BoundLoop, progress: Progress, measures: SharedMeasures) -> None:
-        self._loop = loop
+    def __init__(
+        self, loop: BoundLoop, progress: Progress, measures: SharedMeasures, joins: bool
+    ) -> None:
+        self._loop, self._has_parts = loop, not joins
         self._progress, self._measures = progress, measures
         # Where the last unit was a step: the buffers after it.
         self._buffers: list[torch.Tensor] = []
@@ -104,7 +107,8 @@ class StateTransfer:
                     group.replicas.lose(done=own < standing.newest)
             if group.strategy.parted:
                 found = group.state.members.detach()
-                self._shards.setdefault(name, found)  # of the first loss, where one follows another
+                if self._has_parts:  # of the first loss, where one follows another
+                    self._shards.setdefault(name, found)
 
     def bring(self, standing: Standing) -> None:
         """Once the strategy is bound: be where the furthest is."""
@@ -119,6 +123,7 @@ class StateTransfer:
                 joined = [rank for rank, units in enumerate(standing.units) if units < 0]
                 group.state.members.bring(self._shards.get(name, {}), joined)
         self._shards.clear()
+        self._has_parts = True
         if own != newest:
             self.keep_buffers()
         self._bring_residuals(standing.source)

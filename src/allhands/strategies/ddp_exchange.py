@@ -29,6 +29,7 @@ from allhands.strategies.measured import (
 )
 from allhands.strategies.powersgd import PowerSGD
 from allhands.strategies.sharded_state import ShardedState
+from allhands.strategies.shards import KEPT_TWICE
 from allhands.world import World
 
 
@@ -70,10 +71,7 @@ class DDPExchange(Exchange):
         self._cap_known = False
         self.notes: list[str] = []
         if sharded is not None and options.may_lose:
-            self.notes.append(
-                "--elastic: each part of the optimizer's state is on two workers, which both "
-                "update it; a loss of both at once ends the training"
-            )
+            self.notes.append(KEPT_TWICE)
         if options.may_lose and compress is not None and cast_dtype(compress) is None:
             self.notes.append(
                 f"--elastic: what a worker has left over of its gradients (compress="

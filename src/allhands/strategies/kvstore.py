@@ -14,8 +14,9 @@ from allhands.kvstore.credentials import servers_of_job
 from allhands.step.exchange import Placement
 from allhands.strategies.alike import refuse_going_on
 from allhands.strategies.base import BIND_OPTIONS, BindOptions, Bound, Strategy
-from allhands.strategies.kvstore_exchange import KVStoreExchange, KVStoreState, StoredModel
+from allhands.strategies.kvstore_exchange import KVStoreExchange, KVStoreState
 from allhands.strategies.kvstore_settings import KVStoreSettings
+from allhands.strategies.stored_model import StoredModel
 from allhands.world import World
 
 
@@ -39,7 +40,8 @@ class KVStore(KVStoreSettings, Strategy):
         staleness: for "ssp". With 0, it is "sync".
         update: who runs the optimizer: the "store", or with "sync" each "worker" for itself, on the
             sum of the gradients. None is "store"; in an elastic job without servers it is "worker",
-            as a lost worker would take its part of a store with it.
+            as the loss of two workers at once may take a part of a store with it, of which each is
+            on two there.
         check_weights_every: compare the ranks' weights every so many optimizer steps (and at the
             end of each epoch), with "sync"; 0 never compares.
         compress: send gradients, and with "sync" the weights that come back, in fewer bits: "fp16",
@@ -107,11 +109,6 @@ class KVStore(KVStoreSettings, Strategy):
     def regroup_refused(self) -> str | None:
         if servers_of_job():
             return "strategy 'kvstore' with servers does not change its workers; leave -s out"
-        if self.takes_step:
-            return (
-                "KVStore(update='store') has 1/N of the optimizer's state on each worker, which is "
-                "lost with it; leave update out, or write KVStore(update='worker')"
-            )
         if self.compress is not None:
             return (
                 f"KVStore(compress={self.compress!r}) has on each worker what was left over of its "
@@ -131,7 +128,7 @@ class KVStore(KVStoreSettings, Strategy):
     ) -> Bound:
         if world.world_size > 1 and not options.weights_follow:
             broadcast_tensors(list(model.buffers()), world)
-        stored = StoredModel(self, model, optimizer, world)
+        stored = StoredModel(self, model, optimizer, world, options.may_lose)
         return Bound(
             Placement(model, world),
             KVStoreExchange(self, stored, options.scaler),

@@ -1,211 +1,27 @@
-"""What a worker of `kvstore` has of the store: the model in it, the exchange with it, and the state
-out of it."""
+"""The exchange of a worker of `kvstore` with the store, and the state of model and optimizer out of
+it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
 from allhands.comm import all_gather_rows, all_reduce_sum, sum_gradients
-from allhands.compat import mark_stepped, step_hooks
+from allhands.compat import mark_stepped
 from allhands.errors import UserError
-from allhands.kvstore import KVStore as Store
 from allhands.kvstore.collective import CollectiveStore
-from allhands.kvstore.credentials import servers_of_job
-from allhands.kvstore.factory import create
-from allhands.kvstore.optimizers import OptimizerSpec, hyper, spec_of_torch
-from allhands.kvstore.params import Slot, load_into, state_of
+from allhands.kvstore.optimizers import hyper
+from allhands.kvstore.params import Slot
 from allhands.kvstore.store import Share
-from allhands.kvstore.store_modes import mode_named
 from allhands.step.exchange import Exchange
 from allhands.step.precision import Scaler
-from allhands.step.update import has_own_step
 from allhands.strategies.alike import check_weights_equal
 from allhands.strategies.kvstore_settings import KVStoreSettings
-from allhands.strategies.model_state import ReplicatedState
-from allhands.world import World
-
-
-class StoredModel:
-    """A model's weights and its optimizer in a store.
-
-    Args:
-        settings: how the store works.
-        model: on every worker.
-        optimizer: over its parameters.
-        world: the workers.
-
-    Attributes:
-        store: None before `open` and after `close`.
-        slots: the trained parameters.
-        steps: optimizer steps that were taken.
-        residuals: what compression had left over, for the store that is opened next.
-    """
-
-    def __init__(
-        self,
-        settings: KVStoreSettings,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        world: World,
-    ) -> None:
-        self.settings, self.model, self.optimizer, self.world = settings, model, optimizer, world
-        self.store: Store | None = None
-        self.slots: list[Slot] = []
-        self.steps = 0
-        self.residuals: dict[str, torch.Tensor] = {}
-        self._versions: list[int] = []
-        self._whole_at = -1
-
-    def open(self, step: int) -> None:
-        """Put the present weights into a new store, and the optimizer where it takes the steps."""
-        optimizer, settings = self.optimizer, self.settings
-        groups = {
-            id(p): number
-            for number, group in enumerate(optimizer.param_groups)
-            for p in group["params"]
-        }
-        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-        self.slots = [
-            Slot(name, [p])
-            for name, p in sorted(named, key=lambda pair: pair[0])
-            if id(p) in groups
-        ]
-        #: Trained by nobody, as in one process; their gradients count in the norm that is clipped
-        #: alone.
-        self.idle = [name for name, p in named if id(p) not in groups]
-        self.steps = step
-        self._laid_out = self._present()
-        spec = self._spec() if settings.takes_step else None
-        store: Store
-        if servers_of_job():
-            store = create(f"dist_{settings.mode}", **settings.options)
-        else:
-            store = CollectiveStore(mode_named("dist_sync"), self.world)
-        if spec is not None:
-            store.set_optimizer(spec)
-        if settings.compress is not None:
-            store.set_gradient_compression(settings.compress)
-        numbers = (
-            {slot.name: groups[id(slot.first)] for slot in self.slots} if spec is not None else None
-        )
-        store.declare(
-            {slot.name: slot.first.detach() for slot in self.slots}, complete=True, groups=numbers
-        )
-        state = state_of(optimizer, self.slots, step)
-        if spec is not None and (state.tensors or state.numbers):
-            store.load_state(state)
-        if self.residuals:
-            store.load_residuals(self.residuals)
-            self.residuals = {}
-        self.store = store
-        self._read()
-
-    def _present(self) -> list[int]:
-        """The parameters that are to be trained, in an order that tells groups apart."""
-        trained = {id(p) for p in self.model.parameters() if p.requires_grad}
-        return [
-            number
-            for group in self.optimizer.param_groups
-            for number in (0, *map(id, group["params"]))
-            if not number or number in trained
-        ]
-
-    def _spec(self) -> OptimizerSpec:
-        hooks, kind = step_hooks(self.optimizer), type(self.optimizer).__name__
-        if hooks or has_own_step(self.optimizer):
-            what = "step hooks" if hooks else "a step() that replaces the one of its class"
-            raise UserError(
-                f"the {kind} has {what}, and the store takes its steps without calling them; "
-                "remove them, or write KVStore(update='worker')"
-            )
-        try:
-            return spec_of_torch(self.optimizer)[0]
-        except UserError as error:
-            if self.settings.alone:
-                raise
-            raise UserError(f"{error}. Or write KVStore(update='worker')") from None
-
-    def _read(self) -> None:
-        """Read the weights of the store."""
-        assert self.store is not None
-        with torch.no_grad():
-            self.store.pull(
-                [slot.name for slot in self.slots], [slot.first.detach() for slot in self.slots]
-            )
-        self.remember()
-
-    def remember(self) -> None:
-        """The weights are those of the store."""
-        takes_step = self.settings.takes_step
-        self._versions = [slot.first._version for slot in self.slots] if takes_step else []
-
-    def check_unchanged(self) -> None:
-        """The store's weights are the ones that are trained; a change of the model's own would be
-        lost without a word."""
-        for slot, version in zip(self.slots, self._versions, strict=False):
-            if slot.first._version != version:
-                raise UserError(
-                    f"the weights of '{slot.name}' were changed between two steps, and the store "
-                    "does not know; change them before train(), or write KVStore(update='worker')"
-                )
-
-    def follow(self) -> None:
-        """Parameters that were frozen, unfrozen, replaced or given to the optimizer since the last
-        steps are stored anew."""
-        if self.store is None or self._present() == self._laid_out:
-            return
-        self.collect()
-        self.residuals = self.store.residuals()
-        self.store.close()
-        self.store = None
-        self.open(self.steps)
-
-    def settle(self) -> None:
-        """Where workers do not wait for one another: wait now, and read the same weights. Where
-        those are in fewer bits, read them whole."""
-        if self.store is None:
-            return
-        if self.settings.alone:
-            self.store.barrier()
-            self._read()
-            self.store.barrier()  # nobody goes on before all have read
-        elif self.settings.narrows_weights and self._whole_at != self.steps:
-            self.store.load_state(self.store.state())  # a store sends the values whole after it
-            self._read()
-            self._whole_at = self.steps
-
-    def collect(self) -> None:
-        """Bring weights and the optimizer's state into the model and the optimizer."""
-        if self.store is None:
-            return
-        if self.settings.alone:
-            self.store.barrier()
-            self._read()
-        else:
-            self.settle()
-        if self.settings.takes_step:
-            state = self.store.state()
-            state.step = self.steps
-            load_into(self.optimizer, self.slots, state)
-        if self.settings.alone:
-            self.store.barrier()
-
-    def close(self) -> None:
-        """Leave the store; what it has is collected before."""
-        if self.store is not None:
-            self.collect()
-            store, self.store = self.store, None
-            store.close()
-
-    def abandon(self) -> None:
-        """Leave a store without servers, of which some worker is gone; the weights stay what they
-        are."""
-        store, self.store = self.store, None
-        if isinstance(store, CollectiveStore):
-            store.abandon()
+from allhands.strategies.model_state import MemberState, ReplicatedState
+from allhands.strategies.shards import KEPT_TWICE
+from allhands.strategies.stored_model import StoredMemberState, StoredModel
 
 
 class KVStoreExchange(Exchange):
@@ -227,8 +43,11 @@ class KVStoreExchange(Exchange):
         if settings.chosen_for_elastic:
             self.notes = [
                 "--elastic: each worker keeps the whole state of the optimizer, as with "
-                "KVStore(update='worker'); a store would have 1/N of it on each"
+                "KVStore(update='worker'); with KVStore(update='store') two would keep each part"
             ]
+        if stored.twice:
+            self.notes = [KEPT_TWICE]
+            self.take_step = self._take_step
         self._stale: list[float] = []
 
     @property
@@ -291,6 +110,10 @@ class KVStoreExchange(Exchange):
             # Nothing to push. With ssp the others count this worker's steps, so it pushes gradients
             # that weigh nothing.
             grads, share = grads if self._settings.mode == "ssp" else {}, Share(0, None)
+        if isinstance(store, CollectiveStore) and stored.twice:
+            store.before_step = self._hold
+        if not outs and stored.twice:
+            self._hold(lambda: None)
         if outs:
             step = store.update(grads, outs, share, options, clip_norm)
             if self.alone and own:
@@ -298,6 +121,15 @@ class KVStoreExchange(Exchange):
         stored.remember()
         mark_stepped(optimizer)
         return True
+
+    def _hold(self, take: Callable[[], None]) -> None:
+        """All that the step needs is on this rank, and `take` takes it."""
+        self._take = take
+        if self.before_update is not None:
+            self.before_update()
+
+    def _take_step(self) -> None:
+        self._take()
 
     def _used(self) -> list[Slot]:
         """The parameters that take part in this step on some rank."""
@@ -388,6 +220,10 @@ class KVStoreState(ReplicatedState):
     def __init__(self, stored: StoredModel) -> None:
         super().__init__(stored.model, stored.optimizer, stored.world)
         self._stored = stored
+
+    @property
+    def members(self) -> MemberState:
+        return StoredMemberState(self, self._stored) if self._stored.twice else super().members
 
     def collect(self) -> None:
         self._stored.collect()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,11 @@ WEIGHT = "weight"
 #: By the parameter's name: its weight as `WEIGHT`, and entries of its state by the number of the
 #: optimizer among those that work together, and their own name.
 Shards = dict[str, dict[str, Any]]
+#: What the start of an elastic training says where this is so.
+KEPT_TWICE = (
+    "--elastic: each part of the optimizer's state is on two workers, which both update it; a loss "
+    "of both at once ends the training"
+)
 
 
 def working_together(optimizer: optim.Optimizer) -> list[optim.Optimizer]:
@@ -59,29 +64,47 @@ def bring_shards(
     Raises:
         WorldError: no rank has held some parameter's state.
     """
-    calls.note("bringing over parts of the optimizer's state")
-    told = [
-        json.loads(text)
-        for text in all_gather_text(json.dumps({k: _forms(v) for k, v in shards.items()}), world)
-    ]
+    told = forms_of_all(shards, world)
     parameters = dict(model.named_parameters())
     known = {name for own in told for name in own}
     updated = [p for group in optimizer.param_groups for p in group["params"]]
     here = {id(p) for p in updated}
     names = {id(p): name for name, p in parameters.items()}
-    _check_none_is_missing(sorted({names[id(p)] for p in updated} - known), world)
+    missing = sorted({names[id(p)] for p in updated} - known)
+    lacking = (json.loads(text) for text in all_gather_text(json.dumps(missing), world))
+    check_none_is_missing({name for own in lacking for name in own})
+    for found in sent_by_each(shards, told, world):
+        own_state = {
+            name: entries if id(parameters[name]) in here else {WEIGHT: entries[WEIGHT]}
+            for name, entries in found.items()
+        }
+        put(own_state, parameters, optimizer)
+
+
+def forms_of_all(shards: Shards, world: World) -> list[dict[str, dict[str, list[Any]]]]:
+    """The forms of what each rank holds, on all ranks, which call it together."""
+    calls.note("bringing over parts of the optimizer's state")
+    mine = json.dumps({name: _forms(entries) for name, entries in shards.items()})
+    return [json.loads(text) for text in all_gather_text(mine, world)]
+
+
+def sent_by_each(
+    shards: Shards, told: list[dict[str, dict[str, list[Any]]]], world: World
+) -> Iterator[Shards]:
+    """On all ranks: what each has that none before it has.
+
+    Args:
+        shards: what this rank holds.
+        told: what `forms_of_all` gave, or some of it on all ranks.
+        world: the ranks.
+    """
     for rank, own in enumerate(told):
         mine = {
             name: entries
             for name, entries in own.items()
             if not any(name in before for before in told[:rank])
         }
-        found = _sent(shards if rank == world.rank else None, mine, world, rank)
-        own_state = {
-            name: entries if id(parameters[name]) in here else {WEIGHT: entries[WEIGHT]}
-            for name, entries in found.items()
-        }
-        put(own_state, parameters, optimizer)
+        yield _sent(shards if rank == world.rank else None, mine, world, rank)
 
 
 def copied(shards: Shards, source: int, world: World, group: Any) -> Shards:
@@ -141,12 +164,9 @@ def _forms(entries: dict[str, Any]) -> dict[str, list[Any]]:
     }
 
 
-def _check_none_is_missing(own: list[str], world: World) -> None:
-    """Raise `WorldError` on all ranks where some has a parameter whose state is gone."""
-    missing = sorted(
-        {name for text in all_gather_text(json.dumps(own), world) for name in json.loads(text)}
-    )
-    if missing:
+def check_none_is_missing(names: Collection[str]) -> None:
+    """Raise `WorldError` where there are parameters whose state is gone; all ranks know which."""
+    if missing := sorted(names):
         more = f" and {len(missing) - 1} more parameters" if len(missing) > 1 else ""
         raise WorldError(
             "workers that keep the same part of the optimizer's state were lost at once, and with "
