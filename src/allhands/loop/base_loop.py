@@ -13,12 +13,7 @@ from typing import Any
 import torch
 
 from allhands.comm import calls
-from allhands.data import (
-    Feed,
-    derive_seed,
-    preserved_generators,
-    seed_everything,
-)
+from allhands.data import Feed, derive_seed, preserved_generators, seed_everything
 from allhands.loop import peak
 from allhands.loop.announce import announce
 from allhands.loop.bound_loop import BoundLoop
@@ -131,6 +126,7 @@ class BaseLoop(BoundLoop):
         announce(self, note)
 
     def release(self) -> None:
+        self.forecast.close()
         for group in self.groups.values():
             group.close()
         if self.profile is not None:
@@ -337,14 +333,15 @@ class BaseLoop(BoundLoop):
             group: whose optimizer takes the step; None where there is one.
         """
         name = self._first if group is None else group
+        own = self.groups[name]
+        self.forecast.look(own, batch)
         try:
             if self.elastic is None:
                 self.take_optimizer_step(objective, name, batch)
             else:
                 self.elastic.step(lambda one: self.take_optimizer_step(objective, name, one), batch)
         except torch.OutOfMemoryError as error:
-            settings = self.groups[name].settings
-            error.add_note(what_takes_less(settings, batch, self.world, self.task))
+            error.add_note(what_takes_less(own.settings, batch, self.world, self.task))
             raise
 
     def take_optimizer_step(self, objective: Objective, name: str, batch: Any) -> None:

@@ -21,6 +21,7 @@ from allhands.loop.grouped import GroupedLoop
 from allhands.loop.joining import regrouping_of
 from allhands.loop.loader_steps import LoaderSteps
 from allhands.loop.loop_checkpoints import LoopCheckpoints
+from allhands.loop.memory_forecast import MemoryForecast
 from allhands.loop.optimizer_group import OptimizerGroup
 from allhands.loop.position import Position
 from allhands.loop.replica_steps import ReplicaSteps
@@ -37,6 +38,7 @@ class BoundLoop(GroupedLoop, ABC):
     Attributes:
         task: what is known of the steps.
         elastic: goes on when members of the world change; None where they do not.
+        forecast: says what a step takes of a GPU's memory.
         measures: what takes in the losses of each loader that is trained on, by name, and "" of
             steps without one.
         rules: gives what finds out how each loss counts.
@@ -80,6 +82,7 @@ class BoundLoop(GroupedLoop, ABC):
         settings.strategy.check(world)
         check_sync_batch_norm(settings.model, world)
         self.groups: dict[str, OptimizerGroup] = {}
+        self.forecast = MemoryForecast(settings, world, reporter, task)
         self.bind()
 
     @property

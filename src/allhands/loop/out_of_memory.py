@@ -56,32 +56,51 @@ def _planned(
     """Changes that would fit by their plans, with what they take, where a plan sees that the
     training does not fit. Each rank must hold the whole model under its own names: what has been
     cut cannot be planned again. Where there are several workers, a process of its own plans."""
-    room, runner, strategy = _room(world), task.runner, settings.strategy
+    room, strategy = _room(world), settings.strategy
     whole = strategy.name in ("single", "ddp", "kvstore", "local_sgd")
-    if not (whole and room and runner is not None and not settings.activation_checkpointing):
+    if not (whole and room and task.runner is not None and not settings.activation_checkpointing):
         return []
-    largest = max(zip(batch[0], batch[1], strict=True), key=lambda pair: pair[1])[0]
-    given = {
-        "model": settings.model,
-        "criterion": task.criterion,
-        "optimizer": settings.optimizer,
-        "batch": map_tensors(largest, lambda tensor: tensor.detach().cpu()),
-        "precision": settings.precision,
-        "accumulate": settings.accumulate,
-        "clip_norm": settings.clip_norm,
-        "runner": runner,
-    }
+    given = in_plan(settings, task, batch)
     found: list[str] = public("planning").fitting_changes(
         given, strategy, world.world_size, samples, room
     )
     return found
 
 
+def in_plan(settings: LoopSettings, task: Task, batch: Any) -> dict[str, Any]:
+    """The training as `allhands.plan` takes it; of its batch the whole numbers lie on the
+    processor, and others have no data.
+
+    Args:
+        settings, task: of the training.
+        batch: what `OptimizerStep` is called with.
+    """
+    largest = max(zip(batch[0], batch[1], strict=True), key=lambda pair: pair[1])[0]
+    return {
+        "model": settings.model,
+        "criterion": task.criterion,
+        "optimizer": settings.optimizer,
+        "batch": map_tensors(
+            largest,
+            lambda one: (
+                torch.empty_like(one, device="meta")
+                if one.is_floating_point()
+                else one.detach().cpu()
+            ),
+        ),
+        "precision": settings.precision,
+        "accumulate": settings.accumulate,
+        "clip_norm": settings.clip_norm,
+        "runner": task.runner,
+    }
+
+
 def _room(world: World) -> float:
-    """Bytes of this rank's GPU; 0 where there is none."""
+    """Bytes that this rank may take of its GPU; 0 where there is none."""
     if world.device.type != "cuda":
         return 0.0
-    return float(torch.cuda.get_device_properties(world.device).total_memory)
+    total = torch.cuda.get_device_properties(world.device).total_memory
+    return total * torch.cuda.get_per_process_memory_fraction(world.device)
 
 
 def in_gb(size: float) -> str:

@@ -93,6 +93,7 @@ class DryStep:
         captured: its steps can be captured in CUDA graphs.
         workers: ranks of the world.
         share: of all steps of a training, those that are like this one.
+        at_start: bytes that the rank holds before the first step of all.
     """
 
     peak: int
@@ -102,6 +103,7 @@ class DryStep:
     captured: bool
     workers: int = 1
     share: float = 1.0
+    at_start: int = 0
 
     @property
     def transfers(self) -> list[Collective]:
@@ -225,6 +227,7 @@ def _taken(
     parts = workload.accumulate
     counts = [workload.samples] * parts
     captured = workload.step != "eager" and strategy.capture_refused(model, world) is None
+    at_start = recorder.storages.held
     # A captured step is captured of one copy of a batch, and reads another; its outputs are kept
     # until it is over, as the next replay tells of them.
     inputs = [batch, *(map_tensors(batch, torch.empty_like) for _ in range(2 * captured))]
@@ -259,6 +262,7 @@ def _taken(
                     captured,
                     world.world_size,
                     kinds[number] / period,
+                    at_start,
                 )
             )
     return found

@@ -2,59 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import pickle
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 from allhands.data import map_tensors
 from allhands.loop.out_of_memory import SHOWN, halved, in_gb
 from allhands.planning.candidates import Candidate
 from allhands.planning.dry_step import meta_copies
+from allhands.planning.own_process import OwnProcess
 from allhands.planning.plan import plan
 from allhands.strategies import Strategy
-
-
-def in_own_process(function: Callable[..., Any], *args: Any, seconds: float) -> Any:
-    """What a function gives in a process that is in no world and sees no GPU.
-
-    Args:
-        function, args: as they can be pickled, those of a script among them.
-        seconds: after which the process is ended.
-
-    Raises:
-        subprocess.SubprocessError: it has failed, or takes longer.
-    """
-    import cloudpickle
-
-    world = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "ALLHANDS_", "TORCHELASTIC_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(world)}
-    done = subprocess.run(
-        [sys.executable, "-m", "allhands.planning.fitting_changes"],
-        input=cloudpickle.dumps((function, args)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=kept | {"PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""},
-        timeout=seconds,
-        check=True,
-    )
-    return pickle.loads(done.stdout)
-
-
-def _answer() -> None:
-    out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what the function prints is no answer
-    function, args = pickle.load(sys.stdin.buffer)
-    pickle.dump(function(*args), out)
-    out.close()
-
-
-if __name__ == "__main__":
-    _answer()
-
 
 # Seconds after which no further change is planned.
 _PATIENCE_S = 20.0
@@ -77,9 +34,8 @@ def fitting_changes(
         return _changes_that_fit(given, strategy, 1, samples, room)
     model, optimizer = meta_copies(given["model"], given["optimizer"])
     given = {**given, "model": model, "optimizer": optimizer}
-    found: list[str] = in_own_process(
-        _changes_that_fit, given, strategy, workers, samples, room, seconds=2 * _PATIENCE_S
-    )
+    process = OwnProcess(_changes_that_fit, given, strategy, workers, samples, room)
+    found: list[str] = process.answer(2 * _PATIENCE_S)
     return found
 
 

@@ -19,6 +19,15 @@ _OF_LINK = 0.8
 _GIGA = 1e9
 
 
+def workspaces(hopper: bool) -> int:
+    """Bytes that cuBLAS takes of a GPU for a thread of each pass, as torch.backends.cuda documents.
+
+    Args:
+        hopper: the GPU is of this kind or a later one.
+    """
+    return (64 if hopper else 16) * 2**20
+
+
 @dataclass(frozen=True)
 class Card:
     """A kind of GPU, or "cpu": one thread on a core of this machine.
@@ -35,7 +44,7 @@ class Card:
     memory: float
     flops: Mapping[int, float]
     bandwidth: float
-    libraries: int = 16 * 2**20
+    libraries: int = workspaces(hopper=False)
 
     def seconds(self, flops: int, moved: int, width: int) -> float:
         """Of an operation, by the slower of what it computes and what it moves."""
@@ -43,19 +52,18 @@ class Card:
         return max(flops / (peak * _OF_PRODUCTS), moved / (self.bandwidth * _OF_MEMORY))
 
 
-def _card(name: str, gb: float, fp32: float, bf16: float, tb: float, mb: int = 16) -> Card:
+def _card(name: str, gb: float, fp32: float, bf16: float, tb: float, hopper: bool = False) -> Card:
     flops = {8: fp32 / 2 * 1e12, 4: fp32 * 1e12, 2: bf16 * 1e12}
-    return Card(name, gb * _GIGA, flops, tb * 1e12, mb * 2**20)
+    return Card(name, gb * _GIGA, flops, tb * 1e12, workspaces(hopper))
 
 
-# Data sheets of NVIDIA: memory in GB, fp32 and dense bf16 (fp16) TFLOP/s, TB/s; workspaces as
-# torch.backends.cuda documents them, one for the thread of each pass.
+# Data sheets of NVIDIA: memory in GB, fp32 and dense bf16 (fp16) TFLOP/s, TB/s.
 CARDS = {
     card.name: card
     for card in (
-        _card("b200", 180, 80, 2250, 8.0, 64),
-        _card("h200", 141, 67, 989, 4.8, 64),
-        _card("h100", 80, 67, 989, 3.35, 64),
+        _card("b200", 180, 80, 2250, 8.0, hopper=True),
+        _card("h200", 141, 67, 989, 4.8, hopper=True),
+        _card("h100", 80, 67, 989, 3.35, hopper=True),
         _card("a100", 80, 19.5, 312, 2.039),
         _card("a100-40", 40, 19.5, 312, 1.555),
         _card("l40s", 48, 91.6, 362, 0.864),
