@@ -58,6 +58,23 @@ def test_a_spare_worker_on_another_host_takes_part_and_then_that_host_is_lost(ho
     assert hosts.left(5) == []
 
 
+def test_a_host_that_comes_back_after_it_was_taken_for_lost_is_left_out(hosts: Hosts) -> None:
+    folder = prepared(hosts)
+    words = ("--elastic", "--host-timeout", "5", "train.py", "6", "0.5")
+    with Launch(hosts, folder, "-n", "2", "-H", "hosts", *words) as job:
+        job.until("epoch  train loss", 90)
+        hosts.cut("d2")
+        try:
+            job.until("; 1 worker repeats what was interrupted", 60)
+        finally:
+            hosts.heal("d2")
+        found = ended(job, folder, 12)
+        said = job.said
+    assert found[3] == 1
+    assert re.search(r"rank 1 on host d2 failed: .*; the others go on", said)
+    assert hosts.left(20) == []
+
+
 def test_workers_of_another_host_join_over_the_network(hosts: Hosts) -> None:
     folder = prepared(hosts)
     words = ("--elastic", "--max-workers", "2", "--log-dir", "told", "train.py", "6", "0.5")

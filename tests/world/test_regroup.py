@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from allhands.errors import WorldError
 from allhands.world import regroup
 from allhands.world.regroup import KEY, OVER_KEY, Regrouping
 from tests.timeouts import patience
@@ -67,6 +68,18 @@ def test_one_that_waits_for_a_membership_hears_that_nobody_goes_on() -> None:
     regrouping = _reading()
     threading.Timer(0.3, lambda: regrouping._store.set(OVER_KEY, "killed by SIGKILL")).start()
     assert regrouping.newest(float("inf")) is None
+
+
+def test_one_that_was_taken_for_lost_hears_that_the_others_train_without_it() -> None:
+    regrouping = _reading(
+        m1={"members": [0, 1], "lost": ["rank 2: killed by SIGKILL"]},
+        m2={"members": [1], "lost": ["rank 0: lost with its host"]},
+    )
+    said = (
+        "started as rank 0, was taken for lost, and the others train without it since membership 2"
+    )
+    with pytest.raises(WorldError, match=said):
+        regrouping.newest(float("inf"))
 
 
 def test_workers_that_wait_to_join_are_no_loss() -> None:
