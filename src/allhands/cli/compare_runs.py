@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +12,7 @@ import typer
 
 from allhands.cli.run_folder import RunFolder, read_folder
 from allhands.cli.shared_options import Json
-from allhands.report.table_layout import value_text
+from allhands.report.table_layout import aligned, value_text
 
 _Run = Annotated[
     Path, typer.Argument(help="The folder of a run.", show_default=False, metavar="RUN")
@@ -34,7 +34,7 @@ def compare(first: _Run, second: _Run, *, as_json: Json = False) -> int:
         print(f"settings are not known: no run.yml in {' and '.join(without)}")
     elif settings:
         rows = [[key, _text(a), _text(b)] for key, (a, b) in settings.items()]
-        _print(["setting", "A", "B"], rows, right=False)
+        print("\n".join(aligned([["setting", "A", "B"], *rows], left=range(3))))
     else:
         print("no setting differs")
     print()
@@ -42,7 +42,7 @@ def compare(first: _Run, second: _Run, *, as_json: Json = False) -> int:
         [name, _number(name, a), _number(name, b), "" if math.isnan(a - b) else f"{b - a:+.3g}"]
         for name, (a, b) in measured.items()
     ]
-    _print(["measured", "A", "B", "B - A"], rows, right=True)
+    print("\n".join(aligned([["measured", "A", "B", "B - A"], *rows], left=(0,))))
     return 0
 
 
@@ -105,14 +105,3 @@ def _number(name: str, value: float) -> str:
 
 def _text(value: Any) -> str:
     return "null" if value is None else json.dumps(value) if isinstance(value, bool) else str(value)
-
-
-def _print(header: Sequence[str], rows: Sequence[Sequence[str]], right: bool) -> None:
-    lines = [header, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    for line in lines:
-        cells = [
-            cell.rjust(width) if right and column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        print("  ".join(cells).rstrip())

@@ -110,7 +110,7 @@ def _tell_all(found: list[Any], keys: list[str], logdir: Path, smaller: bool, me
     """Print the table, best first, and draw the picture."""
     from allhands.report.figures import has_matplotlib
     from allhands.report.parallel_coordinates import draw_parallel
-    from allhands.report.table_layout import value_text
+    from allhands.report.table_layout import aligned, value_text
 
     done = sorted(
         (one for one in found if one.is_done), key=lambda one: one.value if smaller else -one.value
@@ -126,10 +126,8 @@ def _tell_all(found: list[Any], keys: list[str], logdir: Path, smaller: bool, me
             for key in keys
         ]
         lines.append([one.name, *settings, value, f"{one.seconds:.1f}"])
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     print()
-    for line in lines:
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+    print("\n".join(aligned(lines)))
     if len(done) > 1 and has_matplotlib():
         rows = [[one.values.get(key) for key in keys] for one in done]
         draw_parallel(

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from allhands.doctor import allreduce, gpus, job_folder, machine, network
@@ -181,6 +182,7 @@ class _Examination:
         add(machine.limits(host, facts))
 
     def _slurm(self) -> None:
+        result = partial(Finding, TOGETHER, "slurm")
         job = os.environ.get("SLURM_JOB_ID")
         if job is None:
             return
@@ -192,9 +194,7 @@ class _Examination:
                 "nodes with srun"
             )
             self.findings.append(
-                Finding(
-                    TOGETHER, "slurm", "problem", f"{found}, but there is no srun in PATH", advice
-                )
+                result("problem", f"{found}, but there is no srun in PATH", advice)
             )
             return
         advice = (
@@ -202,7 +202,7 @@ class _Examination:
             "examines each by itself, and "
             "`allhands doctor -H NODES` all of them together where ssh may log in to them"
         )
-        self.findings.append(Finding(TOGETHER, "slurm", "ok", found, advice))
+        self.findings.append(result("ok", found, advice))
 
     # ------------------------------------------------------------------ hosts together
 
@@ -368,12 +368,11 @@ class _Examination:
 
     def all_reduce(self) -> None:
         """Run one, unless what was found so far already tells why it must fail."""
+        result = partial(Finding, TOGETHER, "all-reduce")
         why = self._why_not()
         if why:
             advice = "it is tried once that is mended"
-            self.findings.append(
-                Finding(TOGETHER, "all-reduce", "warning", f"not tried: {why}", advice)
-            )
+            self.findings.append(result("warning", f"not tried: {why}", advice))
             return
         specs = self.request.hosts
         counts = gpu_counts = [self._gpus(name) for name in self._names_of_hosts()]
@@ -388,9 +387,7 @@ class _Examination:
                 "this is what a job would meet: mend the problems above first; if there are "
                 "none, the text names rank and cause"
             )
-            self.findings.append(
-                Finding(TOGETHER, "all-reduce", "problem", trouble, advice, {"correct": False})
-            )
+            self.findings.append(result("problem", trouble, advice, {"correct": False}))
             return
         rate = network.should_give(self._speed(), self.socket_rate)
         self.findings.append(network.all_reduce(told, sum(counts), len(hosts), rate))

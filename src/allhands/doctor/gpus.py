@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from allhands.doctor.finding import Finding
@@ -70,15 +71,14 @@ def read_links(text: str) -> dict[tuple[int, int], str]:
 
 
 def gpus(host: str, facts: Facts) -> list[Finding]:
+    result = partial(Finding, host, "gpus")
     told = facts["nvidia_smi"]
     if told is None:
-        return [Finding(host, "gpus", "ok", "none (CPU training)", values={"count": 0})]
+        return [result("ok", "none (CPU training)", values={"count": 0})]
     text = (told["gpus"] or "").strip()
     if not text or "No devices were found" in text:
         return [
-            Finding(
-                host,
-                "gpus",
+            result(
                 "ok",
                 "nvidia-smi is installed, but finds no GPU (CPU training)",
                 values={"count": 0},
@@ -92,13 +92,8 @@ def gpus(host: str, facts: Facts) -> list[Finding]:
             "once, or the module loaded again"
         )
         return [
-            Finding(
-                host,
-                "gpus",
-                "problem",
-                f"nvidia-smi failed: {text.splitlines()[0][:200]}",
-                advice,
-                {"count": 0},
+            result(
+                "problem", f"nvidia-smi failed: {text.splitlines()[0][:200]}", advice, {"count": 0}
             )
         ]
     return [_what(host, found, told, facts), *_trouble(host, found, told, facts)]
@@ -135,6 +130,7 @@ def _driver_cuda(told: dict[str, str]) -> str | None:
 
 
 def _trouble(host: str, found: list[Gpu], told: dict[str, str], facts: Facts) -> list[Finding]:
+    result = partial(Finding, host, "gpus")
     trouble = []
     driver_cuda, visible = _driver_cuda(told), facts["variables"].get("CUDA_VISIBLE_DEVICES")
     torch, cuda = facts["versions"]["torch"], facts["versions"]["CUDA"]
@@ -144,13 +140,7 @@ def _trouble(host: str, found: list[Gpu], told: dict[str, str], facts: Facts) ->
             "GPUs stay idle"
         )
         trouble.append(
-            Finding(
-                host,
-                "gpus",
-                "problem",
-                f"torch is built without CUDA, beside {len(found)} GPUs",
-                advice,
-            )
+            result("problem", f"torch is built without CUDA, beside {len(found)} GPUs", advice)
         )
     elif (
         driver_cuda is not None
@@ -165,10 +155,10 @@ def _trouble(host: str, found: list[Gpu], told: dict[str, str], facts: Facts) ->
             "update the driver, or install a torch that is built for CUDA "
             f"{driver_cuda.split('.')[0]}.x"
         )
-        trouble.append(Finding(host, "gpus", "problem", what, advice))
+        trouble.append(result("problem", what, advice))
     if visible is not None and visible.strip() in ("", "-1"):
         what = f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU ({len(found)})"
-        trouble.append(Finding(host, "gpus", "warning", what, "unset it, unless the CPU is meant"))
+        trouble.append(result("warning", what, "unset it, unless the CPU is meant"))
     users = _users(told.get("apps") or "")
     for gpu in found:
         trouble += _one(host, gpu, users.get(gpu.uuid, []))
@@ -183,25 +173,20 @@ def _trouble(host: str, found: list[Gpu], told: dict[str, str], facts: Facts) ->
             "(nccl's manual, 'PCI Access Control Services')"
         )
         trouble.append(
-            Finding(
-                host,
-                "gpus",
-                "warning",
-                f"GPUs cannot read one another's memory: {', '.join(blocked)}",
-                advice,
+            result(
+                "warning", f"GPUs cannot read one another's memory: {', '.join(blocked)}", advice
             )
         )
     return trouble
 
 
 def _one(host: str, gpu: Gpu, users: list[str]) -> list[Finding]:
+    result = partial(Finding, host, "gpus")
     trouble = []
     if gpu.compute_mode == "Prohibited":
         advice = f"`nvidia-smi -i {gpu.index} -c DEFAULT` as root"
         trouble.append(
-            Finding(
-                host,
-                "gpus",
+            result(
                 "problem",
                 f"GPU {gpu.index} is in compute mode Prohibited: no process may use it",
                 advice,
@@ -212,12 +197,8 @@ def _one(host: str, gpu: Gpu, users: list[str]) -> list[Finding]:
             f"GPU {gpu.index} is in compute mode {gpu.compute_mode} and taken by {', '.join(users)}"
         )
         trouble.append(
-            Finding(
-                host,
-                "gpus",
-                "problem",
-                what,
-                "wait for it to end, or choose others with CUDA_VISIBLE_DEVICES",
+            result(
+                "problem", what, "wait for it to end, or choose others with CUDA_VISIBLE_DEVICES"
             )
         )
         return trouble
@@ -233,7 +214,7 @@ def _one(host: str, gpu: Gpu, users: list[str]) -> list[Finding]:
             "both will be slower and may run out of memory: wait, end it, or choose others "
             "with CUDA_VISIBLE_DEVICES"
         )
-        trouble.append(Finding(host, "gpus", "warning", what, advice))
+        trouble.append(result("warning", what, advice))
     return trouble
 
 

@@ -3,6 +3,7 @@ see the same."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from allhands.doctor.finding import Finding, size
@@ -14,6 +15,7 @@ Facts = dict[str, Any]
 def folder(host: str, told: Facts, *, made_by_launch: bool) -> Finding:
     """Whether a job can run and write there. `made_by_launch`: it is that of --sync-dst-dir, which
     a launch makes."""
+    result = partial(Finding, host, "folder")
     path, used = told["path"], told["used"]
     values = {
         "path": path,
@@ -27,15 +29,10 @@ def folder(host: str, told: Facts, *, made_by_launch: bool) -> Finding:
             "`allhands launch` would run there and fail: copy the files with --sync-dst-dir DIR, "
             f"run it in a folder that {host} has too, or mount the shared disk there"
         )
-        return Finding(host, "folder", "problem", f"there is no {path}", advice, values)
+        return result("problem", f"there is no {path}", advice, values)
     if not told["is_folder"]:
-        return Finding(
-            host,
-            "folder",
-            "problem",
-            f"{used} is not a folder",
-            "name another, or move that file away",
-            values,
+        return result(
+            "problem", f"{used} is not a folder", "name another, or move that file away", values
         )
     if told["error"]:
         advice = (
@@ -44,9 +41,7 @@ def folder(host: str, told: Facts, *, made_by_launch: bool) -> Finding:
             else "choose a folder that this user may write, or let its owner allow it (`ls -ld "
             f"{used}`)"
         )
-        return Finding(
-            host, "folder", "problem", f"{used} cannot be written: {told['error']}", advice, values
-        )
+        return result("problem", f"{used} cannot be written: {told['error']}", advice, values)
     found = (
         f"{path}: can be written, {size(told['free'])} free"
         if told["exists"]
@@ -55,21 +50,16 @@ def folder(host: str, told: Facts, *, made_by_launch: bool) -> Finding:
     found += f" ({told['type']})" if told["type"] else ""
     if told["files_free"] is not None and told["files_free"] < 1000:
         advice = "delete files: the file system has room, but can hold no more of them (`df -i`)"
-        return Finding(
-            host,
-            "folder",
-            "problem",
-            f"{found}, but only {told['files_free']} more files fit",
-            advice,
-            values,
+        return result(
+            "problem", f"{found}, but only {told['files_free']} more files fit", advice, values
         )
     if told["free"] < GIB:
         advice = (
             "checkpoints hold the weights and the optimizer's state, often three times the "
             "model: make room (`df -h`, `du -sh *`)"
         )
-        return Finding(host, "folder", "warning", found + ", which is little", advice, values)
-    return Finding(host, "folder", "ok", found, values=values)
+        return result("warning", found + ", which is little", advice, values)
+    return result("ok", found, values=values)
 
 
 def sharing(
@@ -83,6 +73,7 @@ def sharing(
         here: whose marks this machine found; None when it has no such folder.
         copies: the job copies its files there with --sync-dst-dir.
     """
+    result = partial(Finding, "", "sharing")
     hosts, groups = list(seen), list[list[str]]()
     for host in hosts:
         for group in groups:
@@ -110,7 +101,7 @@ def sharing(
             if copies
             else ""
         )
-        return Finding("", "sharing", "ok", found, advice, values)
+        return result("ok", found, advice, values)
     told = " | ".join(", ".join(group) for group in groups)
     found = f"{path} is not the same on all hosts: {told}"
     advice = (
@@ -122,4 +113,4 @@ def sharing(
         if copies
         else "The job's files must be on each host: let --sync-dst-dir DIR copy them"
     )
-    return Finding("", "sharing", "ok" if copies else "warning", found, advice, values)
+    return result("ok" if copies else "warning", found, advice, values)

@@ -3,6 +3,7 @@ system gives."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from allhands.doctor.finding import Finding, Status, size
@@ -18,16 +19,17 @@ Facts = dict[str, Any]
 
 def login(host: str, seconds: float) -> Finding:
     """How long ssh took to log in and start Python."""
+    result = partial(Finding, host, "ssh")
     values = {"login_s": round(seconds, 3)}
     found = f"logged in and started Python in {seconds:.2f} s"
     if seconds < SLOW_LOGIN_S:
-        return Finding(host, "ssh", "ok", found, values=values)
+        return result("ok", found, values=values)
     advice = (
         "every start of a job waits as long. Usual causes: its sshd looks up names (set `UseDNS "
         "no` and `GSSAPIAuthentication no` there), its login files are slow, or Python lies on a "
         "slow network disk"
     )
-    return Finding(host, "ssh", "warning", found, advice, values)
+    return result("warning", found, advice, values)
 
 
 def unreachable(host: str, why: str) -> Finding:
@@ -37,8 +39,9 @@ def unreachable(host: str, why: str) -> Finding:
 
 def shell(host: str, noise: bytes) -> Finding:
     """What the login shell prints on standard output when it is not interactive."""
+    result = partial(Finding, host, "shell")
     if not noise:
-        return Finding(host, "shell", "ok", "its login shell prints nothing of its own")
+        return result("ok", "its login shell prints nothing of its own")
     text = noise.decode("utf-8", "replace")
     first = (text.strip().splitlines() or [text])[0]
     advice = (
@@ -46,53 +49,45 @@ def shell(host: str, noise: bytes) -> Finding:
         "~/.cshrc or config.fish to the "
         "file for interactive shells, or put `[ -t 0 ] || return` before it"
     )
-    return Finding(
-        host,
-        "shell",
-        "problem",
-        f"its login shell prints on standard output: {first[:100]!r}",
-        advice,
-    )
+    return result("problem", f"its login shell prints on standard output: {first[:100]!r}", advice)
 
 
 def rsync(host: str, version: str | None, *, needed: bool) -> Finding:
+    result = partial(Finding, host, "rsync")
     if version is not None:
-        return Finding(host, "rsync", "ok", f"rsync {version}")
+        return result("ok", f"rsync {version}")
     status: Status = "problem" if needed else "warning"
     advice = "install it (apt-get install rsync, dnf install rsync)" + (
         ""
         if needed
         else "; it is needed for --sync-dst-dir only, not where all hosts share the job's folder"
     )
-    return Finding(host, "rsync", status, "there is no rsync", advice)
+    return result(status, "there is no rsync", advice)
 
 
 def python(host: str, facts: Facts) -> Finding:
     """Which Python, and what is in it."""
+    result = partial(Finding, host, "python")
     versions = facts["versions"]
     found = f"{facts['executable']}: " + ", ".join(
         f"{name} {version or 'none'}" for name, version in versions.items()
     )
     missing = [name for name in ("torch", "allhands", "numpy") if versions[name] is None]
     if not missing:
-        return Finding(host, "python", "ok", found, values=dict(versions))
+        return result("ok", found, values=dict(versions))
     advice = (
         f"install there what runs here: `{facts['executable']} -m pip install {' '.join(missing)}`"
     )
     if host:
         advice += ", or name a Python that has it with --python PATH"
-    return Finding(
-        host,
-        "python",
-        "problem",
-        f"{found}; {' and '.join(missing)} cannot be imported",
-        advice,
-        dict(versions),
+    return result(
+        "problem", f"{found}; {' and '.join(missing)} cannot be imported", advice, dict(versions)
     )
 
 
 def clock(host: str, skew_s: float, round_trip_s: float) -> Finding:
     """How far its clock is from this machine's; known to half of the round trip."""
+    result = partial(Finding, host, "clock")
     values = {"skew_ms": round(skew_s * 1e3, 1), "round_trip_ms": round(round_trip_s * 1e3, 2)}
     side = "ahead of" if skew_s > 0 else "behind"
     found = (
@@ -100,17 +95,18 @@ def clock(host: str, skew_s: float, round_trip_s: float) -> Finding:
         f"{round_trip_s * 500:.1f} ms)"
     )
     if abs(skew_s) - round_trip_s / 2 < SKEW_S:
-        return Finding(host, "clock", "ok", found, values=values)
+        return result("ok", found, values=values)
     advice = (
         "let both keep time with NTP (`timedatectl set-ntp true`, or chrony). Training does not "
         "read the clock, but logs are "
         "hard to compare, and `make` and rsync go by the times of files"
     )
-    return Finding(host, "clock", "warning", found, advice, values)
+    return result("warning", found, advice, values)
 
 
 def cores(host: str, facts: Facts) -> Finding:
     """Cores, a container's share of them, and the threads that torch will use."""
+    result = partial(Finding, host, "cores")
     count, quota = facts["cores"], facts["core_quota"]
     threads = facts["variables"].get("OMP_NUM_THREADS")
     values = {"cores": count, "quota": quota, "OMP_NUM_THREADS": threads}
@@ -123,13 +119,8 @@ def cores(host: str, facts: Facts) -> Finding:
     if threads is not None and not (
         threads.split(",")[0].isdecimal() and int(threads.split(",")[0]) > 0
     ):
-        return Finding(
-            host,
-            "cores",
-            "problem",
-            found,
-            "unset OMP_NUM_THREADS, or give a whole number of at least 1",
-            values,
+        return result(
+            "problem", found, "unset OMP_NUM_THREADS, or give a whole number of at least 1", values
         )
     number = int(threads.split(",")[0]) if threads else 0
     if number > count:
@@ -137,39 +128,37 @@ def cores(host: str, facts: Facts) -> Finding:
             f"unset OMP_NUM_THREADS, or set at most {count} divided by the workers a host: "
             "more threads than cores slow down"
         )
-        return Finding(host, "cores", "warning", found, advice, values)
+        return result("warning", found, advice, values)
     if quota and quota < 0.9 * count and (not threads or number > quota):
         advice = (
             f"--threads N with N x workers a host of at most {max(1, int(quota))}: torch "
             "counts the cores, not the share"
         )
-        return Finding(host, "cores", "warning", found, advice, values)
-    return Finding(host, "cores", "ok", found, values=values)
+        return result("warning", found, advice, values)
+    return result("ok", found, values=values)
 
 
 def memory(host: str, told: dict[str, int | None]) -> Finding:
     """Free memory; a worker with torch takes about a quarter of a GiB before it has a model."""
+    result = partial(Finding, host, "memory")
     total, free = told["total"], told["free"]
     values = {"total_bytes": total, "free_bytes": free}
     if total is None or free is None:
-        return Finding(
-            host, "memory", "ok", "the system does not tell how much memory is free", values=values
-        )
+        return result("ok", "the system does not tell how much memory is free", values=values)
     found = f"{size(free)} of {size(total)} free"
     if free >= GIB:
-        return Finding(host, "memory", "ok", found, values=values)
+        return result("ok", found, values=values)
     advice = (
         "end what takes it (`ps aux --sort=-rss | head`); the kernel kills workers (SIGKILL) "
         "when memory runs out"
     )
-    return Finding(
-        host, "memory", "problem" if free < 256 * MIB else "warning", found, advice, values
-    )
+    return result("problem" if free < 256 * MIB else "warning", found, advice, values)
 
 
 def shm(host: str, told: dict[str, Any]) -> Finding:
     """Shared memory: loaders with worker processes hand their batches over in it, and so does
     `spawn` with its arguments."""
+    result = partial(Finding, host, "shm")
     total, free = told["total"], told["free"]
     values = {"total_bytes": total, "free_bytes": free}
     if total is None:
@@ -177,20 +166,21 @@ def shm(host: str, told: dict[str, Any]) -> Finding:
             "mount it (`mount -t tmpfs tmpfs /dev/shm`); in a container it comes with "
             "--shm-size or --ipc=host"
         )
-        return Finding(host, "shm", "problem", "there is no /dev/shm", advice, values)
+        return result("problem", "there is no /dev/shm", advice, values)
     found = f"/dev/shm: {size(free)} of {size(total)} free"
     if free >= GIB:
-        return Finding(host, "shm", "ok", found, values=values)
+        return result("ok", found, values=values)
     advice = (
         "loaders with worker processes (num_workers) pass their batches through it and end with a "
         "bus error when it is full. In a container: `docker run --shm-size=8g` or `--ipc=host`; "
         "elsewhere `mount -o remount,size=8g /dev/shm`, and remove what ended jobs left in it"
     )
-    return Finding(host, "shm", "problem" if free < 16 * MIB else "warning", found, advice, values)
+    return result("problem" if free < 16 * MIB else "warning", found, advice, values)
 
 
 def limits(host: str, facts: Facts) -> Finding:
     """Open files, and memory that may be locked, which RDMA needs."""
+    result = partial(Finding, host, "limits")
     soft, hard = facts["open_files"]
     locked, rdma = facts["memlock"], facts["infiniband"]
     values = {
@@ -208,17 +198,15 @@ def limits(host: str, facts: Facts) -> Finding:
             'connection and each tensor that a loader process hands over is an open file ("Too '
             'many open files")'
         )
-        return Finding(
-            host, "limits", "problem" if soft < 256 else "warning", found, advice, values
-        )
+        return result("problem" if soft < 256 else "warning", found, advice, values)
     if rdma and locked is not None:
         advice = (
             f"{', '.join(rdma)} can be used by nccl only where memory may be locked: `* - memlock "
             "unlimited` in /etc/security/limits.conf, or `--ulimit memlock=-1` for a container; "
             "until then nccl fails or uses sockets"
         )
-        return Finding(host, "limits", "warning", found, advice, values)
-    return Finding(host, "limits", "ok", found, values=values)
+        return result("warning", found, advice, values)
+    return result("ok", found, values=values)
 
 
 def _number(value: int | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from functools import partial
 from typing import Any
 
 from allhands.doctor.finding import Finding, size
@@ -15,18 +16,14 @@ FAIR_SHARE = 0.5
 def own_name(host: str, facts: Facts) -> Finding:
     """What a host's own name means to itself. allhands chooses interfaces by routes, so no answer
     breaks its jobs."""
+    result = partial(Finding, host, "names")
     name, told = facts["hostname"], facts["own_name"]
     values = {"hostname": name, "addresses": told["addresses"]}
     plain = "allhands names the interface to gloo itself; plain torchrun with gloo needs"
     if told["error"]:
         found = f"its own name {name} is not known there ({told['error']})"
-        return Finding(
-            host,
-            "names",
-            "ok",
-            found,
-            f"{plain} GLOO_SOCKET_IFNAME, or a line for it in /etc/hosts",
-            values,
+        return result(
+            "ok", found, f"{plain} GLOO_SOCKET_IFNAME, or a line for it in /etc/hosts", values
         )
     first = told["addresses"][0]
     found = f"its own name {name} is {', '.join(told['addresses'])}"
@@ -35,15 +32,10 @@ def own_name(host: str, facts: Facts) -> Finding:
             f"{plain} GLOO_SOCKET_IFNAME={_first_interface(facts)}, or an /etc/hosts in which "
             f"{name} is the network's address"
         )
-        return Finding(
-            host,
-            "names",
-            "ok",
-            f"{found}, which no other host can reach (Debian's default)",
-            advice,
-            values,
+        return result(
+            "ok", f"{found}, which no other host can reach (Debian's default)", advice, values
         )
-    return Finding(host, "names", "ok", found, values=values)
+    return result("ok", found, values=values)
 
 
 def _first_interface(facts: Facts) -> str:
@@ -73,6 +65,7 @@ def other_names(host: str, told: dict[str, Any]) -> list[Finding]:
 def interface(host: str, facts: Facts, chosen: str | None, address: str | None) -> Finding:
     """The interface on the way to the other hosts; None where there are none or they are not
     reached."""
+    result = partial(Finding, host, "network")
     all_of_them = facts["interfaces"]
     named = facts["variables"].get("GLOO_SOCKET_IFNAME")
     values = {"chosen": chosen, "address": address, "interfaces": all_of_them}
@@ -82,14 +75,10 @@ def interface(host: str, facts: Facts, chosen: str | None, address: str | None) 
     ]
     if chosen is None:
         if not all_of_them:
-            return Finding(
-                host,
-                "network",
-                "ok",
-                "no interface but the loopback: jobs of this machine only",
-                values=values,
+            return result(
+                "ok", "no interface but the loopback: jobs of this machine only", values=values
             )
-        return Finding(host, "network", "ok", "; ".join(told), values=values)
+        return result("ok", "; ".join(told), values=values)
     mine = next((one for one in all_of_them if one["name"] == chosen), None)
     found = f"reaches the others by {chosen}, {address}" + (
         f" ({_speed(mine)}, MTU {mine['mtu']})" if mine else ""
@@ -102,21 +91,21 @@ def interface(host: str, facts: Facts, chosen: str | None, address: str | None) 
         if named.lstrip("=^").split(",")[0] not in known:
             advice = f"unset it, or set one of {', '.join(known)}"
             what = f"GLOO_SOCKET_IFNAME={named}, but there is no such interface"
-            return Finding(host, "network", "problem", what, advice, values)
+            return result("problem", what, advice, values)
         found += f"; GLOO_SOCKET_IFNAME={named} is set and used"
     if mine and mine["speed"] and mine["speed"] < 1000:
         advice = (
             "a cable, a switch's port or autonegotiation is at fault, or it is the wrong network: "
             "`ethtool " + chosen + "`"
         )
-        return Finding(host, "network", "warning", found, advice, values)
+        return result("warning", found, advice, values)
     advice = ""
     if others:
         advice = (
             "a faster network (InfiniBand, a second card) is used when the hosts are named by "
             "their addresses in it"
         )
-    return Finding(host, "network", "ok", found, advice, values)
+    return result("ok", found, advice, values)
 
 
 def _speed(one: dict[str, Any]) -> str:
@@ -143,6 +132,7 @@ def mtus(chosen: dict[str, dict[str, Any]]) -> list[Finding]:
 def ports(told: dict[tuple[str, str], dict[str, Any]], port: dict[str, int]) -> list[Finding]:
     """Who can connect to whom. `told`: for (from, to) what the probe said; `port`: where each one
     listened."""
+    result = partial(Finding, "", "ports")
     findings = []
     for (source, target), answer in told.items():
         good = answer["reached"]
@@ -177,13 +167,13 @@ def ports(told: dict[tuple[str, str], dict[str, Any]], port: dict[str, int]) -> 
             f"{'; '.join(tried)}"
         )
         values = {"from": source, "to": target, "port": port[target], "tried": answer["tried"]}
-        findings.append(Finding("", "ports", "problem", found, advice, values))
+        findings.append(result("problem", found, advice, values))
     if told and not findings:
         found = (
             f"every host connects to every other on a port that the system picked ({len(told)} "
             "directions)"
         )
-        findings.append(Finding("", "ports", "ok", found))
+        findings.append(result("ok", found))
     return findings
 
 
@@ -194,6 +184,7 @@ def link(told: dict[tuple[str, str], dict[str, float]], speed: int | None) -> Fi
         told: for (from, to) the bytes and seconds.
         speed: of the slowest interface in Mbit/s, None where that is not known of all.
     """
+    result = partial(Finding, "", "link")
     rates = {pair: one["bytes"] / max(one["seconds"], 1e-6) for pair, one in told.items()}
     slowest = min(rates, key=lambda pair: rates[pair])
     values = {
@@ -205,15 +196,15 @@ def link(told: dict[tuple[str, str], dict[str, float]], speed: int | None) -> Fi
         f"({' -> '.join(slowest)}, the slowest)"
     )
     if not speed:
-        return Finding("", "link", "ok", f"{found}; the interfaces tell no speed", values=values)
+        return result("ok", f"{found}; the interfaces tell no speed", values=values)
     found += f"; the link is one of {speed / 8e3:.3g} GB/s"
     if rates[slowest] >= FAIR_SHARE * speed * 125e3:
-        return Finding("", "link", "ok", found, values=values)
+        return result("ok", found, values=values)
     advice = (
         "others use it at the same time, the switch is slower than the cards, or a virtual "
         "machine's share is bounded; one socket alone also reaches 100 Gbit/s on few machines"
     )
-    return Finding("", "link", "warning", found, advice, values)
+    return result("warning", found, advice, values)
 
 
 def should_give(speed: int | None, socket_rate: float | None) -> float | None:
@@ -236,6 +227,7 @@ def all_reduce(told: dict[str, Any], ranks: int, hosts: int, link_rate: float | 
         hosts: on how many hosts.
         link_rate: L; None when all is on one host, or nothing is known.
     """
+    result = partial(Finding, "", "all-reduce")
     rates = {one["bytes"]: one["bytes"] / one["seconds"] for one in told["sizes"]}
     largest = max(rates)
     expected = (
@@ -258,7 +250,7 @@ def all_reduce(told: dict[str, Any], ranks: int, hosts: int, link_rate: float | 
             f"one worker ({told['backend']}) starts and ends well; alone it has nothing to "
             "exchange, so no bandwidth is told"
         )
-        return Finding("", "all-reduce", "ok", found, values={**values, "sizes": []})
+        return result("ok", found, values={**values, "sizes": []})
     each = ", ".join(f"{size(one['bytes'])} in {_time(one['seconds'])}" for one in told["sizes"])
     found = (
         f"{ranks} workers ({told['backend']}), correct sums: {each}: "
@@ -270,16 +262,16 @@ def all_reduce(told: dict[str, Any], ranks: int, hosts: int, link_rate: float | 
             if hosts == 1
             else "what the link should give is not known"
         )
-        return Finding("", "all-reduce", "ok", f"{found}; {where}", values=values)
+        return result("ok", f"{found}; {where}", values=values)
     found += f" of {expected / 1e9:.3g} GB/s that the link should give"
     if rates[largest] >= FAIR_SHARE * expected:
-        return Finding("", "all-reduce", "ok", found, values=values)
+        return result("ok", found, values=values)
     advice = (
         "gloo needs a core's time for every byte: give workers more cores, or use GPUs with nccl. "
         "Look at the chosen interface and MTU above, at other jobs on these hosts, and whether "
         "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME name a slower network"
     )
-    return Finding("", "all-reduce", "warning", found, advice, values)
+    return result("warning", found, advice, values)
 
 
 def _time(seconds: float) -> str:

@@ -88,10 +88,6 @@ class ChunkCompressor:
     rate, which travels beside it
     with each step. So a change of the rate needs no rescaling; what is left of earlier steps is
     applied with the rate of the step that sends it.
-
-    Args:
-        codec: how.
-        count: numbers in the chunk.
     """
 
     def __init__(self, codec: Codec, count: int) -> None:

@@ -36,10 +36,6 @@ _LONGEST_WAIT = 30.0
 class ElasticUnits(ABC):
     """Does the units of one training.
 
-    Args:
-        world: of the training.
-        regrouping: of the world.
-
     Attributes:
         began_with: how many workers began the job.
         progress: of this rank.

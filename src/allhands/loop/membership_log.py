@@ -20,9 +20,6 @@ _COLUMNS = ("time", "membership", "step", "workers", "lost", "joined", "seconds"
 class MembershipLog:
     """Prints a line for each change, and writes a row of ``membership.csv`` into the logdir. The
     first row of a job is that of its beginning, as membership 0.
-
-    Args:
-        loop: the training.
     """
 
     def __init__(self, loop: Lifecycle) -> None:

@@ -22,9 +22,6 @@ class Misuse:
     """A context in which ``loss.backward()`` and ``optimizer.step()`` outside of `Loop.step` raise
     `UserError`, as gradients there would not be those of the global batch. So does a call of a
     model of which the strategy trains a copy.
-
-    Args:
-        loop: the training.
     """
 
     def __init__(self, loop: OwnSteps) -> None:

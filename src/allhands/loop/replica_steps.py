@@ -22,11 +22,7 @@ if TYPE_CHECKING:
 
 
 class ReplicaSteps:
-    """Takes the steps of the logical workers of one training.
-
-    Args:
-        loop: the training.
-    """
+    """Takes the steps of the logical workers of one training."""
 
     def __init__(self, loop: BoundLoop) -> None:
         self._loop = loop

@@ -19,11 +19,7 @@ Part = dict[str, torch.Tensor]
 
 
 class SharedMeasures:
-    """The measures of all ranks by the last step that was taken.
-
-    Args:
-        loop: the training.
-    """
+    """The measures of all ranks by the last step that was taken."""
 
     def __init__(self, loop: BoundLoop) -> None:
         self._loop = loop

@@ -69,10 +69,6 @@ def launch_of(workload: Workload, device: torch.device) -> float | None:
     """Seconds in which this host hands one operation to a GPU, the mean over real steps of one
     process with few samples, which give the GPU little to do.
 
-    Args:
-        workload: what is trained.
-        device: the GPU.
-
     Returns:
         None where the GPU has no room for the model.
     """

@@ -38,14 +38,7 @@ _OF_OTHERS = re.compile(r"<!-- (\w+) -->.*?<!-- /\1 -->", re.DOTALL)
 
 
 def write_page(path: str | Path, title: str, about: str, sections: Iterable[str]) -> None:
-    """Write a page, whole or not at all.
-
-    Args:
-        path: of the file.
-        title: of the page.
-        about: a line below it.
-        sections: what `section` gave.
-    """
+    """Write a page, whole or not at all."""
     _put(Path(path), document(title, about, sections))
 
 

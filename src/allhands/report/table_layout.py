@@ -4,7 +4,7 @@ out."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 _VALUE, _SHORT, _LONGEST = 8, 4, 10
 _GAP = 2
@@ -89,6 +89,18 @@ def _least_needed(header: Sequence[str]) -> list[int]:
     others = [n for n in rest if n not in first]
     left = [n for n in numbers if n not in {*first, *others, *late}]
     return [*first, *others[:-1], *late, *left, *others[-1:]]
+
+
+def aligned(lines: Sequence[Sequence[str]], left: Container[int] = ()) -> list[str]:
+    """Lines of cells in columns, which are aligned at the right, or those in `left` at the left."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if number in left else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]
 
 
 def value_text(value: float) -> str:

@@ -122,11 +122,6 @@ class CodedSum(Residuals):
 
     Gradients travel to the rank that adds up their part of a bucket, and the sum comes back, both
     encoded. What the sum has lost is in the residual of the rank that has added it up.
-
-    Args:
-        compress: what `checked_compress` gave.
-        named: the trained parameters.
-        world: the ranks.
     """
 
     def __init__(

@@ -150,32 +150,17 @@ def _differences(
     if not exact:
         return
     distance = step.get("distance", {})
+
+    def beginning(word: str) -> dict[str, float]:
+        return {name: value for name, value in distance.items() if name.startswith(word)}
+
     yield from _beyond(number, {"loss": distance["loss"]}, noise)
-    yield from _beyond(
-        number,
-        {name: value for name, value in distance.items() if name.startswith("gradient of ")},
-        noise,
-    )
-    if step["apart"]["parameters"]:
-        names = step["apart"]["parameters"]
-        yield Difference(
-            number + 1, f"parameter {names[0]} between ranks", float("nan"), 0.0, "ranks", names
-        )
-    yield from _beyond(
-        number,
-        {name: value for name, value in distance.items() if name.startswith("parameter ")},
-        noise,
-    )
-    if step["apart"]["buffers"]:
-        names = step["apart"]["buffers"]
-        yield Difference(
-            number + 1, f"buffer {names[0]} between ranks", float("nan"), 0.0, "ranks", names
-        )
-    yield from _beyond(
-        number,
-        {name: value for name, value in distance.items() if name.startswith("buffer ")},
-        noise,
-    )
+    yield from _beyond(number, beginning("gradient of "), noise)
+    for kind in ("parameter", "buffer"):
+        if names := step["apart"][f"{kind}s"]:
+            what = f"{kind} {names[0]} between ranks"
+            yield Difference(number + 1, what, float("nan"), 0.0, "ranks", names)
+        yield from _beyond(number, beginning(f"{kind} "), noise)
 
 
 def _beyond(number: int, distance: dict[str, float], noise: Noise) -> Iterator[Difference]:

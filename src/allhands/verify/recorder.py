@@ -248,12 +248,7 @@ class _Watched:
 
 
 class RunnerRecorder(Callback):
-    """A `Recorder` of the runner's training, which it ends after some steps.
-
-    Args:
-        steps: optimizer steps.
-        reference, keep: see `Recorder`.
-    """
+    """A `Recorder` of the runner's training, which it ends after some steps."""
 
     def __init__(self, steps: int, reference: list[Step] | None = None, keep: bool = False) -> None:
         self.limit, self._given = steps, (reference, keep)

@@ -11,6 +11,7 @@ from typing import Any
 
 from allhands.report import has_matplotlib, new_figure, save_figure
 from allhands.report.page import as_written, picture, wide
+from allhands.report.table_layout import aligned
 
 SAME, DIFFERS, LOSSY = "same", "DIFFERS", "lossy as declared"
 
@@ -97,17 +98,8 @@ class Report:
                     row.verdict,
                 ]
             )
-        left = {0, 3, 7}
-        widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-        table = [
-            "  ".join(
-                cell.ljust(width) if column in left else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
-        ]
         parts = [self.about] if self.about else []
-        parts += table
+        parts += aligned(lines, left=(0, 3, 7))
         for row in self.rows:
             if row.causes:
                 parts += [

@@ -54,12 +54,7 @@ def connect(
 def run_over_sockets(
     operation: Callable[[], Any], seconds: float, given_up: Callable[[], bool]
 ) -> None:
-    """Run an operation that opens sockets and may wait at them for ever.
-
-    Args:
-        operation: called in another thread.
-        seconds, given_up: as for `connect`.
-    """
+    """Run an operation that opens sockets and may wait at them for ever."""
     before = connections.present()
     done, failed = threading.Event(), []
 

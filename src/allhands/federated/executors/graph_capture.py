@@ -10,9 +10,6 @@ import torch
 class GraphCapture:
     """Records functions that read and write the same memory at every call. All its graphs share one
     pool of memory, for which none may leave a result in memory that it has allocated itself.
-
-    Args:
-        device: a CUDA device.
     """
 
     def __init__(self, device: torch.device) -> None:

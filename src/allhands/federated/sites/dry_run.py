@@ -21,6 +21,7 @@ from allhands.federated.sites.settings import Sites
 from allhands.federated.sites.site_request import RECORD, task
 from allhands.federated.sites.site_worker import SiteWorker
 from allhands.federated.sites.update_validator import INTEGERS, UPDATE, norm_of
+from allhands.report.table_layout import aligned
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,15 @@ def _described(
     server, layout = worker.placed.rounds.server, worker.layout
     own = set() if server.own is None else set(server.own.tolist())
     tensors = [(place.name, list(place.shape), place.start not in own) for place in layout.places]
-    counted = _figures(greeting)
-    figures = _figures(update)
+    sent = [
+        ("array", "shape", "type", "bytes"),
+        *((name, str(shape), kind, f"{size:,}") for name, shape, kind, size in arrays),
+    ]
+    changed = [
+        (name, str(shape), "" if leaves else "stays here; zeros in its place")
+        for name, shape, leaves in tensors
+    ]
+    counted, figures = _figures(greeting), _figures(update)
     lines = [
         f"Dry run of {worker.name}: nothing was sent, and no server was asked.",
         "Data:",
@@ -138,17 +146,9 @@ def _described(
         f"  its name, {worker.name}; samples {worker.num_samples}, tests {worker.num_tests}"
         + ("; a proof that it knows its token" if worker.token is not None else ""),
         f"Leaves this site after each round, of {_steps(worker)} steps:",
-        *_columns(
-            [
-                ("array", "shape", "type", "bytes"),
-                *((name, str(shape), kind, f"{size:,}") for name, shape, kind, size in arrays),
-            ]
-        ),
+        *(f"    {line}" for line in aligned(sent, left=range(4))),
         "  which hold the changes of",
-        *_columns(
-            (name, str(shape), "" if leaves else "stays here; zeros in its place")
-            for name, shape, leaves in tensors
-        ),
+        *(f"    {line}" for line in aligned(changed, left=range(3))),
         f"  and the numbers {_pairs(figures)}",
     ]
     if measured:
@@ -203,12 +203,6 @@ def _form(samples: Samples) -> str:
 
     map_tensors(samples.take(torch.zeros(1, dtype=torch.int64)), note)
     return f"one is {', '.join(found)}"
-
-
-def _columns(rows: Iterable[Sequence[str]]) -> list[str]:
-    rows = list(rows)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["    " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def _pairs(figures: dict[str, float]) -> str:

@@ -24,11 +24,7 @@ from allhands.federated.sums import Sums
 
 
 class SiteClients(Clients):
-    """Clients of whose samples only the numbers are known, and those not before a site is there.
-
-    Args:
-        names: of the sites.
-    """
+    """Clients of whose samples only the numbers are known, and those not before a site is there."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._set_sizes(np.zeros(len(names), dtype=np.int64))
