@@ -70,11 +70,8 @@ class HandSteps(OwnSteps):
                 f"optimizer.step() {_of(name, self.several)}before engine.backward(loss); call "
                 "engine.backward(loss) first"
             )
-        self.misuse.agree(f"optimizer.step() of '{name}'")
-        with self.misuse.within:
-            step.end()
+        self._end_step(step, name, f"optimizer.step() of '{name}'")
         self._used_up.add(name)
-        self._take(name)
 
     def clear_gradients(self, name: str) -> None:
         """``optimizer.zero_grad()``."""

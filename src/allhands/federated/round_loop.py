@@ -20,7 +20,7 @@ from allhands.loop.agreement import Decision
 from allhands.loop.announce import report_epoch
 from allhands.loop.joining import ends_with_a_worker
 from allhands.loop.lifecycle import Lifecycle
-from allhands.loop.loggers import Loggers, wanted
+from allhands.loop.loggers import Loggers, loggers_of, wanted
 from allhands.loop.peak import in_words, taken
 from allhands.loop.reporter import Pace, Reporter
 from allhands.loop.run_report import about_the_run, run_file_of
@@ -140,14 +140,10 @@ class RoundLoop(Lifecycle):
         return self.history
 
     def _open_loggers(self) -> None:
-        if self._loggers is None or (self.world.rank == 0 and not self._loggers.active):
-            self._loggers = Loggers(
-                self.settings.logdir if self.world.rank == 0 else None,
-                len(self.history["round"]),
-                self.epoch or None,
-                unit="round",
-                trackers=self.settings.trackers(self.world, self.reporter.line),
-            )
+        rows, step = len(self.history["round"]), self.epoch or None
+        self._loggers = loggers_of(
+            self.settings, self.world, self.reporter, self._loggers, rows, step, "round"
+        )
 
     def unit(self, do: Callable[[], Any]) -> Any:
         return do() if self.elastic is None else self.elastic.run(do)

@@ -446,7 +446,10 @@ class Rounds:
         if self.systems is not None:
             self.systems.note(self.history, self.clients)
         for loader, measured in values.items():
-            known = self.history.setdefault(loader, {"round": []})
-            known["round"].append(round_)
-            for name, value in measured.items():
-                known.setdefault(name, []).append(value)
+            self._note_values(round_, loader, measured)
+
+    def _note_values(self, round_: int, loader: str, measured: dict[str, float]) -> None:
+        known = self.history.setdefault(loader, {"round": []})
+        known["round"].append(round_)
+        for name, value in measured.items():
+            known.setdefault(name, []).append(value)

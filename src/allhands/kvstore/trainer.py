@@ -39,9 +39,8 @@ class Trainer:
 
         trainer = Trainer(net, "adam", {"learning_rate": 0.001}, kvstore=create("dist"))
         for X, Y in batches:
-            loss(net(X), Y).backward()     # a sum over the samples:
-            nn.CrossEntropyLoss(reduction="sum") trainer.step(len(X))           # the mean over the
-            samples of all workers
+            loss(net(X), Y).backward()  # loss = nn.CrossEntropyLoss(reduction="sum")
+            trainer.step(len(X))  # the mean over the samples of all workers
 
     `step` ends by setting the gradients to None, so that the loop needs no zero_grad; several
     backward passes before a step add up. The weights of worker 0 are taken when the Trainer is

@@ -26,8 +26,9 @@ from allhands.launch.meeting import StorePlace, meet
 from allhands.launch.options import Options
 from allhands.launch.output import Output, show, silence_stdout
 from allhands.launch.plan import Command, HostPart, further_tasks, tasks_of
+from allhands.launch.processes import restore_handlers
 from allhands.launch.recovery import Recovery
-from allhands.launch.signals import restore, stop_on_signals
+from allhands.launch.signals import stop_on_signals
 from allhands.launch.supervisor import Supervisor
 from allhands.launch.worker_report import Worker, describe, describe_end_without, describe_stop
 
@@ -125,7 +126,7 @@ class Job:
                 return 128 + signal.SIGPIPE
         finally:
             self._close()
-            restore(before)
+            restore_handlers(before)
         if first is not None:
             return first.exit_code()
         number = self.supervisor.stopped_by()

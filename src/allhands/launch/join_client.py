@@ -21,6 +21,7 @@ from allhands.errors import UserError, WorkerError
 from allhands.launch.handle import AgentHandle
 from allhands.launch.local import start_agent
 from allhands.launch.output import show
+from allhands.launch.processes import restore_handlers
 from allhands.launch.protocol import CHUNK
 from allhands.launch.python import versions
 from allhands.wire import LineReader
@@ -113,8 +114,7 @@ class _Carrier:
         try:
             return self._carry()
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            restore_handlers(before)
             self._agent.close()
             self._link.close()
 

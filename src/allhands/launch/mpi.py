@@ -265,20 +265,12 @@ class _Relay:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> _Relay:
-        for number in (
-            signal.SIGINT,
-            signal.SIGTERM,
-            signal.SIGHUP,
-            signal.SIGUSR1,
-            signal.SIGUSR2,
-        ):
-            if signal.getsignal(number) != signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._on_signal)
+        numbers = (signal.SIGINT, signal.SIGHUP, *processes.REQUESTS)
+        self._before = processes.set_handlers(numbers, self._on_signal)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        processes.restore_handlers(self._before)
 
     def to(self, process: subprocess.Popen[bytes]) -> None:
         """It is started."""

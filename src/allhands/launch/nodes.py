@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
-import signal
 import socket
 import threading
 import time
@@ -31,7 +30,7 @@ from allhands.errors import UserError, WorkerError
 from allhands.launch import results
 from allhands.launch.handle import AgentHandle
 from allhands.launch.plan import tasks_of
-from allhands.launch.processes import REQUESTS
+from allhands.launch.processes import REQUESTS, set_handlers
 from allhands.launch.protocol import CHUNK, write_all
 from allhands.launch.rendezvous import Rendezvous
 from allhands.launch.shipment import Shipment
@@ -167,11 +166,7 @@ class NodeFollower:
         handlers that stood before."""
         if threading.current_thread() is not threading.main_thread():
             return {}
-        before: dict[int, Any] = {}
-        for number in REQUESTS:
-            if signal.getsignal(number) is signal.SIG_DFL:
-                before[number] = signal.signal(number, self._on_signal)
-        return before
+        return set_handlers(REQUESTS, self._on_signal, of_users=False)
 
     def leave(self, error: BaseException) -> None:
         """Tell the leader why this task cannot go on."""

@@ -13,7 +13,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 # What asks a training to save and leave.
@@ -56,6 +56,29 @@ def take_signals() -> None:
     """Let the signals through that were held when this process was started; its handlers are in
     place now."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, REQUESTS)
+
+
+def set_handlers(
+    numbers: Iterable[int], handler: Callable[..., Any], *, of_users: bool = True
+) -> dict[int, Any]:
+    """Set the handler of signals; ignored ones (nohup) stay ignored, and with `of_users` False
+    those that somebody handles are left to that.
+
+    Returns:
+        The handlers that stood before, for `restore_handlers`.
+    """
+    standing = {number: signal.getsignal(number) for number in numbers}
+    return {
+        number: signal.signal(number, handler)
+        for number, before in standing.items()
+        if (before is not signal.SIG_IGN if of_users else before is signal.SIG_DFL)
+    }
+
+
+def restore_handlers(before: Mapping[Any, Any]) -> None:
+    """Put the handlers back that stood before."""
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def gpus() -> int:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-from allhands.launch.processes import REQUESTS
+from allhands.launch.processes import REQUESTS, set_handlers
 from allhands.launch.supervisor import Supervisor
 
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
@@ -27,7 +27,7 @@ def stop_on_signals(supervisor: Supervisor) -> dict[int, Any]:
     the workers.
 
     Returns:
-        The handlers that stood before, for `restore`. Ignored signals (nohup) stay ignored.
+        The handlers that stood before, for `restore_handlers`. Ignored ones (nohup) stay so.
     """
 
     def on_stop(number: int, _frame: FrameType | None) -> None:
@@ -40,13 +40,8 @@ def stop_on_signals(supervisor: Supervisor) -> dict[int, Any]:
     def on_request(number: int, _frame: FrameType | None) -> None:
         supervisor.pass_on(number)
 
-    before: dict[int, Any] = {}
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *PASSED_ON):
-        handler = signal.getsignal(number)
-        if handler is not signal.SIG_IGN:
-            before[number] = handler
-            signal.signal(number, on_request if number in PASSED_ON else on_stop)
-    return before
+    before = set_handlers((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), on_stop)
+    return before | set_handlers(PASSED_ON, on_request)
 
 
 def pass_signals_on(supervisor: Supervisor) -> dict[int, Any]:
@@ -57,7 +52,7 @@ def pass_signals_on(supervisor: Supervisor) -> dict[int, Any]:
     the main thread, in which alone Python can handle signals.
 
     Returns:
-        The handlers that stood before, for `restore`.
+        The handlers that stood before, for `restore_handlers`.
     """
     if threading.current_thread() is not threading.main_thread():
         return {}
@@ -67,18 +62,7 @@ def pass_signals_on(supervisor: Supervisor) -> dict[int, Any]:
             raise SystemExit(128 + number)  # whatever is being prepared, it is not waited for
         supervisor.pass_on(number)
 
-    before: dict[int, Any] = {}
-    for number in REQUESTS:
-        if signal.getsignal(number) is signal.SIG_DFL:
-            before[number] = signal.SIG_DFL
-            signal.signal(number, on_signal)
-    return before
-
-
-def restore(before: dict[int, Any]) -> None:
-    """Put the handlers back that stood before."""
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    return set_handlers(REQUESTS, on_signal, of_users=False)
 
 
 @contextlib.contextmanager

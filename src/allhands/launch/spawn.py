@@ -17,10 +17,10 @@ from allhands.launch.nodes import NodeFollower, other_agents
 from allhands.launch.options import check_numbers
 from allhands.launch.output import Output, show
 from allhands.launch.plan import HostPart, tasks_of
-from allhands.launch.processes import REQUESTS
+from allhands.launch.processes import REQUESTS, restore_handlers
 from allhands.launch.rendezvous import Rendezvous
 from allhands.launch.shipment import Shipment
-from allhands.launch.signals import pass_signals_on, restore
+from allhands.launch.signals import pass_signals_on
 from allhands.launch.supervisor import Supervisor
 from allhands.launch.worker_report import Worker, describe
 
@@ -223,7 +223,7 @@ def _lead(
         if is_clean and rendezvous is None and idle_agents.put_back(agent, key):
             supervisor.remove(agent)
         supervisor.close()
-        restore(before)
+        restore_handlers(before)
     if supervisor.kept and number is None:
         # It came when the workers had ended, or were being stopped, and so is for this process.
         if failure is not None:
@@ -248,7 +248,7 @@ def _follow(follower: NodeFollower, prepare: dict[str, Any], call: Any) -> list[
         raise
     finally:
         agent.close()
-        restore(before)
+        restore_handlers(before)
 
 
 def _tell(rendezvous: Rendezvous, failure: BaseException | None, number: int | None) -> None:

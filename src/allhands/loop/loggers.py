@@ -12,9 +12,12 @@ from typing import Any
 
 from allhands.errors import UserError
 from allhands.loop import membership_log
+from allhands.loop.reporter import Reporter
+from allhands.loop.settings import LoopSettings
 from allhands.loop.trackers import Trackers
 from allhands.report import draw_curves, has_matplotlib
 from allhands.report.curves import Curve, over
+from allhands.world import World
 from allhands.world.regroup import began_with
 
 VARIABLE = "ALLHANDS_CURVES"
@@ -145,6 +148,24 @@ class Loggers:
         at = [float(row["epoch"]) for row in self.rows]
         label, at = over(self._unit, at, [float(row["step"]) for row in self.rows])
         return label, at, curves
+
+
+def loggers_of(
+    settings: LoopSettings,
+    world: World,
+    reporter: Reporter,
+    before: Loggers | None,
+    rows: int,
+    step: int | None,
+    unit: str = "epoch",
+) -> Loggers:
+    """The loggers of a training, new ones where there are none `before`, or where this rank has
+    become the first; see `Loggers` for the others."""
+    first = world.rank == 0
+    if before is not None and (before.active or not first):
+        return before
+    trackers = settings.trackers(world, reporter.line)
+    return Loggers(settings.logdir if first else None, rows, step, unit, trackers)
 
 
 def wanted() -> bool:

@@ -19,7 +19,7 @@ from allhands.launch import handback, worker
 from allhands.loop.epoch import Batch, Epoch, Iteration
 from allhands.loop.left import by_break
 from allhands.loop.lifecycle import TrainingStopped
-from allhands.loop.loggers import Loggers, prepare_logdir
+from allhands.loop.loggers import loggers_of, prepare_logdir
 from allhands.loop.loss_mean import LossMean
 from allhands.loop.model_groups import OwnModels, named
 from allhands.loop.own_steps import OwnSteps
@@ -27,7 +27,7 @@ from allhands.loop.passes import DataPasses
 from allhands.loop.reporter import ForwardingReporter
 from allhands.loop.reporter_choice import console, reporter_of
 from allhands.loop.run_report import write_run_report
-from allhands.loop.settings import Data, LoopSettings
+from allhands.loop.settings import Data, LoopSettings, absolute, resume_of
 from allhands.loop.trackers import logger_list
 from allhands.loop.workers import strategy_for
 from allhands.strategies import Strategy
@@ -123,11 +123,9 @@ class Loop(OwnSteps):
             model=own.model,
             optimizer=next(iter(own.optimizers.values())),
             data=self.data_of(loaders, datasets),
-            logdir=None if logdir is None else Path(logdir).expanduser().absolute(),
+            logdir=absolute(logdir),
             loggers=logger_list(loggers),
-            resume=resume
-            if resume in (None, "auto")
-            else str(Path(resume).expanduser().absolute()),
+            resume=resume_of(resume),
             seed=seed,
             accumulate=accumulate,
             clip_norm=clip_norm,
@@ -293,14 +291,10 @@ class Loop(OwnSteps):
             self.give_back(keep=True)
 
     def _open_loggers(self) -> None:
-        if self._loggers is None or (self.main and not self._loggers.active):
-            self._loggers = Loggers(
-                self.settings.logdir if self.main else None,
-                len(self.history["epoch"]),
-                self.global_step or None,
-                unit=self._row,
-                trackers=self.settings.trackers(self.world, self.reporter.line),
-            )
+        rows, step = len(self.history["epoch"]), self.global_step or None
+        self._loggers = loggers_of(
+            self.settings, self.world, self.reporter, self._loggers, rows, step, self._row
+        )
 
     def stop(self, reason: str) -> None:  # type: ignore[override]
         """End the training after the current epoch, or iteration of `steps`; to be called on every

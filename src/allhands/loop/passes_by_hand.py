@@ -131,7 +131,10 @@ class PassesByHand(Communication):
                 "loop.step() takes the step of what loop.backward has added up, and it was not "
                 "called; call loop.backward(loss), or loop.step(loss_of, batch)"
             )
-        self.misuse.agree(f"loop.step of '{name}'")
+        self._end_step(take, name, f"loop.step of '{name}'")
+
+    def _end_step(self, take: StepByHand, name: str, call: str) -> None:
+        self.misuse.agree(call)
         with self.misuse.within:
             take.end()
         self._take(name)

@@ -55,6 +55,16 @@ class Data:
             self.sources(seed)
 
 
+def absolute(path: str | Path | None) -> Path | None:
+    """A path that means the same in every process."""
+    return None if path is None else Path(path).expanduser().absolute()
+
+
+def resume_of(given: str | Path | None) -> str | None:
+    """What a training goes on from: a path that means the same in every process, or "auto"."""
+    return given if given is None or given == "auto" else str(absolute(given))
+
+
 @dataclass(kw_only=True)
 class LoopSettings:
     """What every training has, whoever writes its steps; see `allhands.Loop` for each setting."""

@@ -19,7 +19,7 @@ from allhands.loop.loggers import prepare_logdir
 from allhands.loop.notebook_reporter import in_notebook
 from allhands.loop.own_steps import OwnSteps
 from allhands.loop.reporter import Reporter
-from allhands.loop.settings import Data
+from allhands.loop.settings import Data, absolute, resume_of
 from allhands.loop.trackers import logger_list
 from allhands.report.history import History
 from allhands.runner import handed_back
@@ -302,7 +302,7 @@ class Runner:
             metrics=metrics,
             data=Data(loaders, datasets),
             callbacks=callback_list(callbacks),
-            logdir=None if logdir is None else Path(logdir).expanduser().absolute(),
+            logdir=absolute(logdir),
             loggers=logger_list(loggers),
             num_epochs=1 if num_epochs is None and max_steps is None else num_epochs,
             max_steps=max_steps,
@@ -312,11 +312,7 @@ class Runner:
             main_metric=main_metric,
             minimize_metric=minimize_metric,
             verbose=verbose,
-            resume=None
-            if resume is None
-            else resume
-            if resume == "auto"
-            else str(Path(resume).expanduser().absolute()),
+            resume=resume_of(resume),
             seed=seed,
             accumulate=accumulate,
             clip_norm=clip_norm,

@@ -22,7 +22,7 @@ from allhands.loop import peak
 from allhands.loop.announce import report_epoch
 from allhands.loop.base_loop import BaseLoop
 from allhands.loop.lifecycle import TrainingStopped
-from allhands.loop.loggers import Loggers
+from allhands.loop.loggers import Loggers, loggers_of
 from allhands.loop.loss_mean import LossMean
 from allhands.loop.position import Position
 from allhands.loop.reporter import Pace, Reporter
@@ -218,10 +218,10 @@ class Training(ABC):
         return self.history
 
     def _open_loggers(self) -> None:
-        if self.world.rank == 0 and not self._loggers.active:
-            rows, step = len(self.history["epoch"]), self.step or None
-            trackers = self.settings.trackers(self.world, self.reporter.line)
-            self._loggers = Loggers(self.settings.logdir, rows, step, trackers=trackers)
+        rows, step = len(self.history["epoch"]), self.step or None
+        self._loggers = loggers_of(
+            self.settings, self.world, self.reporter, self._loggers, rows, step
+        )
 
     def _guard(self) -> AbstractContextManager[None]:
         """A context in which the epochs run."""

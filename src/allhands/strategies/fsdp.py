@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -257,18 +258,19 @@ def _by_name(model: nn.Module, wanted: list[str], outside: Any) -> list[tuple[st
 
 def _shared_outside(model: nn.Module) -> Any:
     """A function: the name of a parameter of a module that is also used outside of it, or None."""
-    uses: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+
+    def uses_in(module: nn.Module) -> Counter[int]:
+        return Counter(
+            id(parameter)
+            for child in module.modules()
+            for parameter in child._parameters.values()
+            if parameter is not None
+        )
+
+    uses = uses_in(model)
 
     def outside(module: nn.Module) -> str | None:
-        inside: dict[int, int] = {}
-        for child in module.modules():
-            for parameter in child._parameters.values():
-                if parameter is not None:
-                    inside[id(parameter)] = inside.get(id(parameter), 0) + 1
+        inside = uses_in(module)
         return next(
             (name for name, p in module.named_parameters() if inside[id(p)] < uses[id(p)]), None
         )

@@ -141,9 +141,7 @@ def redistribute(
 ) -> torch.Tensor:
     if source == target:
         return part.view_as(part)
-    whole = DTensor.from_local(
-        part, mesh, [source], run_check=False, shape=shape, stride=strides(shape)
-    )
+    whole = as_split(part, mesh, shape, source)
     local: Any = whole.redistribute(placements=[target]).to_local()
     local = local.wait() if hasattr(local, "wait") else local
     if local.stride() != strides(local.shape):

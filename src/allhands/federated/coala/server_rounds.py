@@ -293,10 +293,7 @@ class ServerRounds(Rounds):
         values = json.loads(
             all_gather_text(json.dumps(self._numbers(self.coala.test())), self.world)[0]
         )
-        known = self.history.setdefault("test", {"round": []})
-        known["round"].append(round_)
-        for name, value in values.items():
-            known.setdefault(name, []).append(value)
+        self._note_values(round_, "test", values)
         self.coala.post_test()
         if self.conf.server.visualize:
             self.coala.tracking_visualization(values)

@@ -11,7 +11,6 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from allhands.errors import UserError
 from allhands.launch import processes
@@ -33,21 +32,18 @@ def signals() -> Iterator[None]:
     """Turns SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 into `Stopped`, once. Ignored signals
     (nohup) stay ignored."""
 
+    numbers = (*processes.REQUESTS, signal.SIGINT, signal.SIGHUP)
+
     def stop(number: int, _: FrameType | None) -> None:
-        for each in before:
+        for each in numbers:
             signal.signal(each, signal.SIG_IGN)  # the end takes a while, and is not to be cut short
         raise Stopped(number)
 
-    before: dict[int, Any] = {}
-    for number in (*processes.REQUESTS, signal.SIGINT, signal.SIGHUP):
-        if (handler := signal.getsignal(number)) is not signal.SIG_IGN:
-            before[number] = handler
-            signal.signal(number, stop)
+    before = processes.set_handlers(numbers, stop)
     try:
         yield
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        processes.restore_handlers(before)
 
 
 @contextlib.contextmanager

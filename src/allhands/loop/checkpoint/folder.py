@@ -4,9 +4,9 @@
 
     checkpoints/
       epoch-0007/                  the end of an epoch
-        state.pt                   numbers, generators, settings of the optimizer:
-        torch.load(weights_only=True) reads it __0_0.distcp, …            tensors, a file for each
-        rank (torch.distributed.checkpoint) index.json                 which tensor lies where
+        state.pt                   numbers, generators, settings of the optimizer
+        __0_0.distcp, …            tensors, a file for each rank (torch.distributed.checkpoint)
+        index.json                 which tensor lies where
         manifest.json              epoch, step, metrics, versions, and the SHA-256 of every file
       epoch-0008-step-000000412/   in the middle of an epoch
       last -> epoch-0008-step-000000412
