@@ -7,30 +7,22 @@ from typing import Any
 
 from allhands.errors import refuse_name
 
-# public name -> module that defines it
-_LAZY = {
-    "Federated": "allhands.federated.strategy",
-    "Clients": "allhands.federated.clients",
-    "Rounds": "allhands.federated.rounds",
-    "Algorithm": "allhands.federated.algorithms",
-    "ALGORITHMS": "allhands.federated.algorithms",
-    "EXECUTORS": "allhands.federated.executors",
-    # COALA's
-    "init": "allhands.federated.coala.api",
-    "run": "allhands.federated.coala.api",
-    "init_dataset": "allhands.federated.coala.api",
-    "init_model": "allhands.federated.coala.api",
-    "load_config": "allhands.federated.coala.config",
-    "register_dataset": "allhands.federated.coala.api",
-    "register_model": "allhands.federated.coala.api",
-    "register_server": "allhands.federated.coala.api",
-    "register_client": "allhands.federated.coala.api",
-    "BaseServer": "allhands.federated.coala.server",
-    "BaseClient": "allhands.federated.coala.client",
-    "FederatedDataset": "allhands.federated.coala.datasets",
-    "FederatedTensorDataset": "allhands.federated.coala.datasets",
-    "FederatedTorchDataset": "allhands.federated.coala.datasets",
+# By the module that defines them, the public names; those below `coala` are COALA's.
+_NAMES = {
+    "allhands.federated.algorithms": "ALGORITHMS Algorithm",
+    "allhands.federated.clients": "Clients",
+    "allhands.federated.coala.api": "init init_dataset init_model register_client "
+    "register_dataset register_model register_server run",
+    "allhands.federated.coala.client": "BaseClient",
+    "allhands.federated.coala.config": "load_config",
+    "allhands.federated.coala.datasets": "FederatedDataset FederatedTensorDataset "
+    "FederatedTorchDataset",
+    "allhands.federated.coala.server": "BaseServer",
+    "allhands.federated.executors": "EXECUTORS",
+    "allhands.federated.rounds": "Rounds",
+    "allhands.federated.strategy": "Federated",
 }
+_LAZY = {name: module for module, names in _NAMES.items() for name in names.split()}
 _MODULES = {"slurm": "allhands.world.slurm"}
 
 __all__ = [
