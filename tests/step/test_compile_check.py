@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from allhands.step.compile_check import losses_and_gradients, relative_gap
+from allhands.step.compile_check import losses_and_gradients, relative_gaps
 from tests.step.test_captured import Trained, data, without_dropout
 
 
@@ -69,10 +69,23 @@ def test_a_model_that_counts_its_calls_is_refused_and_has_its_count_again() -> N
     assert not hasattr(trained.model, "last")
 
 
-def test_the_gap_is_of_losses_or_of_gradients() -> None:
+def test_rounded_weights_are_put_back() -> None:
+    """They change the gradients by about as much as the format rounds."""
+    trained = Trained(without_dropout(), torch.optim.SGD, {"lr": 0.1}, captured=False)
+    take = trained.make()
+    before = [p.detach().clone() for p in trained.model.parameters()]
+    plain = losses_and_gradients(take, [trained.model, None], *step_of())
+    rounded = losses_and_gradients(take, [trained.model, None], *step_of(), rounded=True)
+    assert all(torch.equal(a, b) for a, b in zip(before, trained.model.parameters(), strict=True))
+    gaps = relative_gaps(plain, rounded)
+    assert all(1e-9 < gap < 1e-5 for gap in gaps.values()), gaps
+
+
+def test_gaps_are_of_losses_and_of_gradients() -> None:
     losses, gradient = torch.tensor([3.0, 4.0]), torch.tensor([6.0, 8.0])
-    assert relative_gap([losses, gradient], [losses, gradient]) == 0.0
-    assert relative_gap([losses, gradient], [losses + torch.tensor([0.0, 1.0]), gradient]) == 0.2
-    assert relative_gap([losses, gradient], [losses, 1.5 * gradient]) == pytest.approx(0.5)
-    assert relative_gap([losses, gradient], [losses]) == math.inf
-    assert math.isnan(relative_gap([losses, gradient], [losses, gradient * math.nan]))
+    one = [losses, gradient]
+    assert relative_gaps(one, one) == {"losses": 0.0, "gradients": 0.0}
+    other = [losses + torch.tensor([0.0, 1.0]), 1.5 * gradient]
+    assert relative_gaps(one, other) == pytest.approx({"losses": 0.2, "gradients": 0.5})
+    assert set(relative_gaps(one, [losses]).values()) == {math.inf}
+    assert math.isnan(relative_gaps(one, [losses, gradient * math.nan])["gradients"])

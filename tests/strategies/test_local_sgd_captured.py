@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from allhands import LocalSGD, SupervisedRunner
+from allhands import LocalSGD, PerTarget, SupervisedRunner
 from allhands.loop import optimizer_group
 from allhands.step import captured
 from tests.reference import relative_difference
@@ -26,6 +26,13 @@ def made() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def data() -> TensorDataset:
+    drawn = torch.Generator().manual_seed(0)
+    return TensorDataset(
+        torch.randn(SAMPLES, 6, generator=drawn), torch.randint(3, (SAMPLES,), generator=drawn)
+    )
 
 
 def addresses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
@@ -57,14 +64,12 @@ class Graphs:
         return replay
 
 
-def trained(strategy: Any, captures: bool) -> tuple[dict[str, torch.Tensor], int]:
+def trained(
+    strategy: Any, captures: bool, criterion: nn.Module
+) -> tuple[dict[str, torch.Tensor], int]:
     """The weights, and how many steps were replayed."""
     model, optimizer = made()
     graphs = Graphs(model, optimizer)
-    drawn = torch.Generator().manual_seed(0)
-    data = TensorDataset(
-        torch.randn(SAMPLES, 6, generator=drawn), torch.randint(3, (SAMPLES,), generator=drawn)
-    )
 
     class Captured(captured.CapturedSteps):
         def __init__(self, *args: Any, **options: Any) -> None:
@@ -78,9 +83,9 @@ def trained(strategy: Any, captures: bool) -> tuple[dict[str, torch.Tensor], int
             stack.enter_context(patch(optimizer_group, "CapturedSteps", Captured))
         SupervisedRunner().train(
             model=model,
-            criterion=nn.MultiMarginLoss(),
+            criterion=criterion,
             optimizer=optimizer,
-            loaders={"train": DataLoader(data, 4, shuffle=True), "valid": DataLoader(data, 20)},
+            loaders={"train": DataLoader(data(), 4, shuffle=True), "valid": DataLoader(data(), 20)},
             num_epochs=4,
             clip_norm=0.5,
             distributed=strategy,
@@ -88,9 +93,9 @@ def trained(strategy: Any, captures: bool) -> tuple[dict[str, torch.Tensor], int
     return model.state_dict(), graphs.replays
 
 
-def both(strategy: Any) -> tuple[float, int]:
-    eager, _ = trained(strategy, captures=False)
-    found, replays = trained(strategy, captures=True)
+def both(strategy: Any, criterion: nn.Module) -> tuple[float, int]:
+    eager, _ = trained(strategy, False, criterion)
+    found, replays = trained(strategy, True, criterion)
     return relative_difference(found, eager), replays
 
 
@@ -107,6 +112,46 @@ def both(strategy: Any) -> tuple[float, int]:
     ids=["mean", "nesterov", "overlap", "int8"],
 )
 def test_replayed_steps_are_the_eager_ones(strategy: Any, bound: float) -> None:
-    for difference, replays in in_world(2, both, strategy):
+    for difference, replays in in_world(2, both, strategy, nn.MultiMarginLoss()):
         assert replays > 30
         assert difference < bound
+
+
+COUNTED = {
+    "targets": nn.CrossEntropyLoss(ignore_index=0),
+    "pairs": PerTarget(nn.CrossEntropyLoss(ignore_index=0), ignore_index=0),
+}
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("criterion", COUNTED.values(), ids=COUNTED)
+def test_what_losses_count_weighs_the_ranks(criterion: nn.Module) -> None:
+    """Targets of class 0 do not count, and each rank has others."""
+    for difference, replays in in_world(2, both, LocalSGD(every=5), criterion):
+        assert difference < 1e-5
+        assert replays > 20
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.serial
+@pytest.mark.parametrize("criterion", COUNTED.values(), ids=COUNTED)
+def test_on_gpus_what_losses_count_weighs_the_ranks(criterion: nn.Module) -> None:
+    """A graph does not know the number that it was captured with."""
+    eager, found = (on_gpus(criterion, step) for step in ("eager", "graph"))
+    assert relative_difference(found, eager) < 1e-5
+
+
+def on_gpus(criterion: nn.Module, step: str) -> dict[str, torch.Tensor]:
+    model, optimizer = made()
+    SupervisedRunner(device="cuda").train(
+        model=model,
+        criterion=criterion,
+        optimizer=optimizer,
+        loaders={"train": DataLoader(data(), 4, shuffle=True)},
+        num_epochs=4,
+        clip_norm=0.5,
+        distributed=LocalSGD(every=5),
+        workers=2,
+        step=step,
+    )
+    return model.state_dict()

@@ -80,7 +80,6 @@ def compiling(
     assert left is not None
     able = compiler_missing(world.device) is None and not hasattr(group.settings.model, "_orig_mod")
     count = sum(bool(module._parameters) for module in group.model.modules())
-    allowed = 0.1 if group.precision.casts else 0.01
-    choice = CompileChoice(lambda: compiled(lenient=True), count, left, world, say, able, allowed)
+    choice = CompileChoice(lambda: compiled(lenient=True), count, left, world, say, able)
     captured.choice = choice
     return choice

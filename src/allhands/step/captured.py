@@ -21,6 +21,7 @@ from allhands.errors import UserError
 from allhands.step.capturable import Capturable
 from allhands.step.compile_check import losses_and_gradients
 from allhands.step.compile_choice import CompileChoice
+from allhands.step.exchange import Count
 from allhands.step.guards import HostState, hooked, waits_noted, where_raised
 from allhands.step.optimizer_step import OptimizerStep
 
@@ -148,7 +149,7 @@ class CapturedSteps:
         # Compiled steps that have to be eager are not what is looked for.
         eager = self._waits is not None and not self.choice.active
         if self.choice.step_taken(
-            replayed or eager, lambda: self._found(take, batches, counts, total)
+            replayed or eager, lambda rounded: self._found(take, batches, counts, total, rounded)
         ):
             self.reason = None if self.choice.active else self._waits
             self._forget()
@@ -199,13 +200,19 @@ class CapturedSteps:
     # ------------------------------------------------------------------ trying
 
     def _found(
-        self, take: OptimizerStep, batches: Sequence[Any], counts: Sequence[int], total: int
+        self,
+        take: OptimizerStep,
+        batches: Sequence[Any],
+        counts: Sequence[int],
+        total: int,
+        rounded: bool,
     ) -> list[torch.Tensor]:
         """The losses and gradients of a step, which is not taken."""
         leaves, tree = pytree.tree_flatten(batches)
         with self._capture_stream():
             there = pytree.tree_unflatten([_on(leaf, self.device) for leaf in leaves], tree)
-            return losses_and_gradients(take, [self.module, self.criterion], there, counts, total)
+            modules = [self.module, self.criterion]
+            return losses_and_gradients(take, modules, there, counts, total, rounded)
 
     def _looked_at(self, take: OptimizerStep, *step: Any) -> None:
         """An eager step in which whatever could not be captured is found; it counts as any other,
@@ -317,7 +324,7 @@ class _CapturedStep:
         ]
         self._inputs = [leaf for leaf in static if isinstance(leaf, torch.Tensor)]
         self._observed: list[tuple[Any, ...]] = []
-        self._counted = 0.0
+        self._counted: Count = 0.0
         batches = pytree.tree_unflatten(static, tree)
 
         def function() -> None:

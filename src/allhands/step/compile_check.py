@@ -21,6 +21,7 @@ def losses_and_gradients(
     batches: Sequence[Any],
     counts: Sequence[int],
     total: int,
+    rounded: bool = False,
 ) -> list[torch.Tensor]:
     """The losses of a step's micro-batches, one after another, and this rank's gradients, from
     passes that leave nothing behind: no update, draw, buffer or attribute, and no exchange but one
@@ -30,6 +31,7 @@ def losses_and_gradients(
         take: takes such steps.
         modules: the model and the criterion.
         batches, counts, total: micro-batches, samples in each, samples in the global batch.
+        rounded: the weights are others by as much as the precision rounds.
 
     Raises:
         ValueError: the passes change what a replay would not.
@@ -40,7 +42,12 @@ def losses_and_gradients(
     take.observe = lambda output, target, loss, *measured: losses.append(loss.detach().reshape(()))
     host = HostState(*modules)
     try:
-        with preserved_generators(), _preserved_buffers(modules):
+        weights = take.parameters if rounded else []
+        with (
+            preserved_generators(),
+            _preserved_buffers(modules),
+            _rounded(weights, take.precision.epsilon),
+        ):
             take.forward_backward(batches, counts, total, idle=True)
             changed = host.changed()
         if changed is not None:
@@ -54,13 +61,11 @@ def losses_and_gradients(
     return [*([torch.stack(losses)] if losses else []), *map(_local, found)]
 
 
-def relative_gap(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
-    """How far two results of `losses_and_gradients` differ, in parts of the norm of the first: the
-    larger one of the losses' gap and the gradients'."""
+def relative_gaps(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> dict[str, float]:
+    """How far two results of `losses_and_gradients` differ, in parts of the norm of the first."""
     if [tensor.shape for tensor in ones] != [tensor.shape for tensor in others]:
-        return math.inf
-    gaps = _gap(ones[:1], others[:1]), _gap(ones[1:], others[1:])
-    return math.nan if math.isnan(sum(gaps)) else max(gaps)
+        return {"losses": math.inf, "gradients": math.inf}
+    return {"losses": _gap(ones[:1], others[:1]), "gradients": _gap(ones[1:], others[1:])}
 
 
 def _gap(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
@@ -74,6 +79,23 @@ def _gap(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
 def _local(gradient: Any) -> torch.Tensor:
     part = gradient.to_local() if hasattr(gradient, "placements") else gradient
     return part.to_dense() if part.is_sparse else part
+
+
+@contextmanager
+def _rounded(parameters: Sequence[nn.Parameter], relative: float) -> Iterator[None]:
+    """Within, weights differ by up to a part of themselves, the same on all ranks."""
+    weights = [_local(parameter.detach()) for parameter in parameters]
+    kept = [values.clone() for values in weights]
+    generators: dict[torch.device, torch.Generator] = {}
+    for values in weights:
+        drawn = generators.setdefault(values.device, torch.Generator(values.device).manual_seed(0))
+        noise = torch.rand(values.shape, generator=drawn, device=values.device)
+        values.mul_(1.0 + relative * (2.0 * noise - 1.0).to(values.dtype))
+    try:
+        yield
+    finally:
+        for values, before in zip(weights, kept, strict=True):
+            values.copy_(before)
 
 
 @contextmanager

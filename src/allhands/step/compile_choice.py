@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from allhands.comm import all_gather_text, calls
-from allhands.step.compile_check import relative_gap
+from allhands.step.compile_check import relative_gaps
 from allhands.step.guards import where_raised
 from allhands.world import World
 
@@ -27,10 +27,14 @@ _DECIDES = 40  # steps of a process before it is decided, and before what was tr
 _SAVES = 0.25
 _MARGIN = 2.0  # so many times what compiling takes must be saved
 _COMPILES = 15.0, 0.5  # seconds, of a model and of each of its layers
+# How far losses and gradients of the compiled model may differ from those of the model as it is: so
+# far, or so many times as far as those of weights that are rounded otherwise.
+_ALLOWED, _ROUNDING = 0.01, 5.0
 _FASTER = 0.97  # of the time before, at most, or what was tried is taken back
 
-#: Gives the losses and gradients of a step, which is not taken.
-Found = Callable[[], list[torch.Tensor]]
+#: Gives the losses and gradients of a step, which is not taken; of weights that are rounded
+#: otherwise, where that is asked for.
+Found = Callable[[bool], list[torch.Tensor]]
 
 
 class CompileChoice:
@@ -48,8 +52,6 @@ class CompileChoice:
         world: the ranks.
         say: takes a line to print.
         able: this rank has a compiler.
-        allowed: how far the compiled model's losses and gradients may differ from those of the
-            model as it is, in parts of their norm; see `relative_gap`.
     """
 
     def __init__(
@@ -60,9 +62,7 @@ class CompileChoice:
         world: World,
         say: Callable[[str], None],
         able: bool = True,
-        allowed: float = 0.01,
     ) -> None:
-        self._allowed = allowed
         self._compiled, self._left, self._world, self._say = compiled, left, world, say
         self._takes = _COMPILES[0] + _COMPILES[1] * layers
         self._able = able
@@ -132,14 +132,17 @@ class CompileChoice:
         """
         refusal = ""
         try:
-            plain = found()
+            plain = found(False)
+            rounding = relative_gaps(plain, found(True))
             self._enter()
-            gap = relative_gap(plain, found())
-            if not gap <= self._allowed:
-                refusal = (
-                    f"its losses or gradients differ by {gap:.2g} of their norm then, and "
-                    f"{self._allowed:g} is allowed"
-                )
+            gaps = relative_gaps(plain, found(False))
+            for what, gap in gaps.items():
+                allowed = max(_ALLOWED, _ROUNDING * rounding[what])
+                if not gap <= allowed:
+                    refusal = (
+                        f"its {what} differ by {gap:.2g} of their norm then, and rounding explains "
+                        f"{allowed:.2g}"
+                    )
         except Exception as error:  # whatever it is, the training goes on without
             lines = str(error).splitlines() or [""]
             refusal = f"it fails: {type(error).__name__}: {lines[0]}, at {where_raised(error)}"

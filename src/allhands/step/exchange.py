@@ -16,6 +16,8 @@ from allhands.world import World
 Forward = Callable[[Any], tuple[Any, Any]]
 # (number of the micro-batch, output, target) -> the loss, weighted as the gradient is
 LossOf = Callable[[int, Any, Any], torch.Tensor]
+# What losses count: a number, or one of shape [] on the device, which nobody has waited for.
+Count = float | torch.Tensor
 
 
 class Passes(Protocol):
@@ -120,7 +122,7 @@ class Exchange:
     before_step: Callable[[], None] | None = None
     before_update: Callable[[], None] | None = None
     take_step: Callable[[], None] | None = None
-    after_step: Callable[[float], None] | None = None
+    after_step: Callable[[Count], None] | None = None
     notes: Sequence[str] = ()
     goes_on_together = False
 
@@ -160,13 +162,13 @@ class Exchange:
         """
 
     def exchange_all(
-        self, own: float, total: float, clip_norm: float | None, missing: bool
+        self, own: Count, total: float, clip_norm: float | None, missing: bool
     ) -> bool:
         """Where `after_backward`: exchange the gradients that lie in the parameters.
 
         Args:
             own: samples of this rank in this step; where it is `alone`, what its losses count.
-            total: samples of all ranks; where it is `alone`, `own`.
+            total: samples of all ranks; where it is `alone`, of this rank.
             clip_norm: bound of the norm of the exchanged gradients, where the optimizer's step is
                 taken too.
             missing: ranks have asked one another, and some rank misses a gradient in this step.

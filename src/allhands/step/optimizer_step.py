@@ -11,7 +11,7 @@ from torch import nn
 
 from allhands.comm import all_reduce_sum
 from allhands.step.counted import Weights, as_count, scale_gradients, split_pair
-from allhands.step.exchange import Exchange, Forward, Passes, Placement
+from allhands.step.exchange import Count, Exchange, Forward, Passes, Placement
 from allhands.step.loss import Criterion, LossRule, NonFiniteLossError
 from allhands.step.mean_check import leaves_of, map_known
 from allhands.step.modes import evaluation_mode
@@ -116,7 +116,7 @@ class OptimizerStep:
 
     def compute(
         self, batches: Sequence[Any], counts: Sequence[int], total: int, idle: bool
-    ) -> float:
+    ) -> Count:
         """What of a step can be captured; returns what this rank's losses count."""
         idle = idle or self.whole is not None  # no gradient is exchanged before all of them exist
         own, failed = self.forward_backward(batches, counts, total, idle)
@@ -141,7 +141,7 @@ class OptimizerStep:
 
     def forward_backward(
         self, batches: Sequence[Any], counts: Sequence[int], total: int, idle: bool
-    ) -> tuple[float, NonFiniteLossError | None]:
+    ) -> tuple[Count, NonFiniteLossError | None]:
         """The passes of a step; returns what this rank's losses count, and the error of one that
         is not finite, where other ranks wait for this one."""
         for parameter in self.parameters:
@@ -149,7 +149,7 @@ class OptimizerStep:
         whole = total
         if self.alone:
             total = sum(counts)
-        own: float = sum(counts)
+        own: Count = sum(counts)
         if self.passes is not None:
             batches, counts = self.passes.divide(batches, counts)
         if self.rule.counts_targets:
@@ -179,7 +179,7 @@ class OptimizerStep:
             if not self.after_backward:
                 spoil(self.parameters, float("nan") if idle else None)
         if self.alone and self.rule.counts_targets:
-            own = float(counted.sum()) if batches else 0.0
+            own = counted.sum() if batches else 0.0
         return own, failed
 
     def _look_once(self, counts: Sequence[int]) -> None:
@@ -361,7 +361,7 @@ class OptimizerStep:
         # When nothing at all counts, every loss is a sum over nothing, 0, and so is its gradient.
         scale_gradients(self.parameters, torch.where(items > 0, total / items, 0.0))
 
-    def _exchange_all(self, failed: NonFiniteLossError | None, own: float, total: float) -> float:
+    def _exchange_all(self, failed: NonFiniteLossError | None, own: Count, total: float) -> Count:
         missing = False
         if failed is not None and self.alone:
             raise failed  # nobody waits for this rank's part of the step
@@ -375,12 +375,10 @@ class OptimizerStep:
             missing = bool(any_missing)
         if self.open:
             self._divide(total)
-            own = float(self._items) if self.alone and self.pairs else own
+            own = self._items if self.alone and self.pairs else own
         self.exchange.before_update = self.before_update
         with self.label("exchange"):
-            updated = self.exchange.exchange_all(
-                own, own if self.alone else total, self.clip_norm, missing
-            )
+            updated = self.exchange.exchange_all(own, total, self.clip_norm, missing)
         if not updated:
             if self.before_update is not None:
                 self.before_update()

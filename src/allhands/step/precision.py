@@ -48,6 +48,11 @@ class Precision:
         """Whether the forward pass runs under autocast."""
         return self._dtype is not None
 
+    @property
+    def epsilon(self) -> float:
+        """The distance of 1 to the next larger number of the format."""
+        return torch.finfo(self._dtype or torch.float32).eps
+
     def of_calls(self, model: nn.Module) -> AbstractContextManager[None]:
         """A context in which calls of a model compute with weights that are cast, where the name
         says so."""

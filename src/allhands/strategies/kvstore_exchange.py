@@ -15,7 +15,7 @@ from allhands.kvstore.collective import CollectiveStore
 from allhands.kvstore.optimizers import hyper
 from allhands.kvstore.params import Slot
 from allhands.kvstore.store import Share
-from allhands.step.exchange import Exchange
+from allhands.step.exchange import Count, Exchange
 from allhands.step.precision import Scaler
 from allhands.strategies.alike import check_weights_equal
 from allhands.strategies.kvstore_settings import KVStoreSettings
@@ -70,8 +70,9 @@ class KVStoreExchange(Exchange):
     # ------------------------------------------------------------------ a step
 
     def exchange_all(
-        self, own: float, total: float, clip_norm: float | None, missing: bool
+        self, own: Count, total: float, clip_norm: float | None, missing: bool
     ) -> bool:
+        own = float(own)
         stored, store, optimizer = self.stored, self.stored.store, self.stored.optimizer
         assert store is not None
         stored.check_unchanged()
@@ -85,7 +86,7 @@ class KVStoreExchange(Exchange):
         may_miss = self._settings.find_unused_parameters or missing
         slots = self._used() if may_miss else stored.slots
         grads = self._gradients(slots, own, may_miss)
-        share = Share(own, total)
+        share = Share(own, own if self.alone else total)
         if not self._settings.takes_step:
             stored.steps += 1
             if grads:

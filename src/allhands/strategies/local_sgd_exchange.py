@@ -12,7 +12,7 @@ from allhands.comm.codecs import codec_from
 from allhands.comm.coded_sum import exchange, part_length
 from allhands.compat import mark_stepped
 from allhands.errors import UserError
-from allhands.step.exchange import Exchange
+from allhands.step.exchange import Count, Exchange
 from allhands.step.update import update_function
 from allhands.strategies.alike import check_weights_equal
 from allhands.strategies.local_sgd_fragments import Fragment, shares, weighted_mean
@@ -114,7 +114,7 @@ class LocalSGDExchange(Exchange):
     # ------------------------------------------------------------------ a step
 
     def exchange_all(
-        self, own: float, total: float, clip_norm: float | None, missing: bool
+        self, own: Count, total: float, clip_norm: float | None, missing: bool
     ) -> bool:
         weights = self.own
         assert weights.step is not None
@@ -125,16 +125,16 @@ class LocalSGDExchange(Exchange):
                     "does not show: a worker may train several replicas; write distributed='ddp'"
                 )
             self._show(own)
-        if own:
+        if total:
             if clip_norm is not None:
                 nn.utils.clip_grad_norm_(weights.parameters, clip_norm)
             self._update()
         return True
 
-    def _stepped(self, own: float) -> None:
+    def _stepped(self, own: Count) -> None:
         mark_stepped(self.own.optimizer)
         for part in self.own.parts:
-            part.seen += own
+            part.count(own)
         if self.replicas is None:
             self._end_step()
 
@@ -209,12 +209,12 @@ class LocalSGDExchange(Exchange):
         part.write(torch.lerp(part.anchor, part.read(), mix) if mix else part.anchor)
         part.alike = not mix or self._world.world_size == 1
 
-    def _show(self, own: float) -> None:
+    def _show(self, own: Count) -> None:
         """Call `before_step` with the mean of the ranks' gradients, which the weights' mean follows
         when ``every`` is 1."""
         parameters = self.own.parameters
         grads = [p.grad for p in parameters]
-        weight = float(shares([own], self._world)[self._world.rank])
+        weight = float(shares([float(own)], self._world)[self._world.rank])
         for p, grad in zip(parameters, grads, strict=True):
             p.grad = None if grad is None else grad * weight
         sum_gradients(parameters, self._world)

@@ -13,6 +13,7 @@ from torch import nn
 
 from allhands.comm import all_gather_rows, all_reduce_sum
 from allhands.comm.flat_layout import FlatLayout, joined
+from allhands.step.exchange import Count
 from allhands.world import World
 
 
@@ -46,11 +47,25 @@ class Fragment:
         self.momentum: torch.Tensor | None = None
         self.residual: torch.Tensor | None = None
         self.owed: torch.Tensor | None = None
-        self.seen = 0.0
+        self._seen: Count = 0.0
         self.alike = True
         self.mean: torch.Tensor | None = None
         self.due = 0
         self._work: Any = None
+
+    @property
+    def seen(self) -> float:
+        seen = float(self._seen)
+        self._seen = seen
+        return seen
+
+    @seen.setter
+    def seen(self, value: float) -> None:
+        self._seen = value
+
+    def count(self, own: Count) -> None:
+        """Add to `seen`, without waiting for the device."""
+        self._seen = self._seen + own
 
     def read(self) -> torch.Tensor:
         """A copy of the present weights as one vector."""

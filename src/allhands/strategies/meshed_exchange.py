@@ -13,7 +13,7 @@ import torch.distributed as dist
 from allhands.comm import all_gather_text, calls
 from allhands.comm.clipping import clip_parts
 from allhands.errors import UserError, WorldError
-from allhands.step.exchange import Exchange
+from allhands.step.exchange import Count, Exchange
 from allhands.step.precision import Scaler
 from allhands.step.update import update_function
 from allhands.strategies.alike import bit_sum
@@ -133,7 +133,7 @@ class MeshedExchange(Exchange):
     # ------------------------------------------------------------------ a step
 
     def exchange_all(
-        self, own: float, total: float, clip_norm: float | None, missing: bool
+        self, own: Count, total: float, clip_norm: float | None, missing: bool
     ) -> bool:
         placement = self._placement
         calls.note("exchanging gradients")
