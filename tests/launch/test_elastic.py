@@ -378,6 +378,30 @@ def test_a_runners_training_goes_on_too(job: Job, losses: list[str]) -> None:
     assert_same(found, alone(job.folder / "alone", Runner.SCRIPT, 12))
 
 
+def test_a_worker_that_joins_a_runners_training_gets_its_callbacks_state(job: Job) -> None:
+    keeps = Runner.SCRIPT.replace(
+        "    def on_step_end(self, training):",
+        """\
+    def state_dict(self):
+        return {"steps": self.steps}
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+    def on_step_end(self, training):
+        time.sleep(float(sys.argv[2]))""",
+    ).replace("json, os, signal, sys", "json, os, signal, sys, time")
+    keeps += """
+if os.environ.get("ALLHANDS_ELASTIC_JOINS"):
+    open("joined", "w").write(str(loses.steps))
+"""
+    words = ("-n", "2", "--spares", "1", "--elastic", job.script(keeps), "6", "0.6", "0@9:SIGKILL")
+    code, out, err = job.run(*words, timeout=150)
+    assert code == 0, out + err
+    assert (job.folder / "joined").read_text() == "21"
+    found = result(job.folder)
+    assert found[3] == 2
+    assert_same(found, alone(job.folder / "alone", Runner.SCRIPT, 12))
+
+
 @pytest.mark.parametrize("loss", ["1@v8:SIGKILL", "0@10:SIGKILL"])
 def test_evaluations_between_steps_are_repeated(job: Job, loss: str) -> None:
     often = Runner.SCRIPT.replace("    loaders={", "    evaluate_every=4, loaders={").replace(
