@@ -1,5 +1,4 @@
-"""From a run file to a training of the objects that it names, or a comparison of it with
-itself."""
+"""From a run file to a training of the objects that it names, or a comparison of it with itself."""
 
 from __future__ import annotations
 

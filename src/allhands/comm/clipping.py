@@ -2,10 +2,9 @@
 
 Parts are on several ranks, servers or tensors. The norm is the root of the sum of the parts'
 squares, in float64, so that it does not depend on how gradients are cut. The factor is that of
-`torch.nn.utils.clip_grad_norm_`, which clips gradients that lie whole
-in one process. A norm that is not finite is not hidden: NaN gives NaN, and infinity gives NaN where
-the gradient is infinite, so
-that the weights show that something went wrong.
+`torch.nn.utils.clip_grad_norm_`, which clips gradients that lie whole in one process. A norm that
+is not finite is not hidden: NaN gives NaN, and infinity gives NaN where the gradient is infinite,
+so that the weights show that something went wrong.
 """
 
 from __future__ import annotations

@@ -258,8 +258,7 @@ class TopK(Codec):
     float32 numbers.
 
     With the residual: Stich, Cordonnier and Jaggi, "Sparsified SGD with memory" (2018); Lin et al.,
-    "Deep gradient
-    compression" (2018).
+    "Deep gradient compression" (2018).
     """
 
     def __init__(self, keep: float) -> None:

@@ -3,10 +3,10 @@ takes.
 
 The order of epoch e is a function of (seed, e) only. Optimizer step t takes the next G samples of
 it, where G (the global batch) is ``batch_size * world_size * accumulate`` of the world that began
-the training, whoever is left of it; each rank takes its
-contiguous share of those G. Nothing is padded, repeated or dropped; only the last step of an epoch
-may be short, and is dealt out as evenly as its size allows. A rank's share of a step is cut into
-micro-batches as a DataLoader of one process would cut it, see `split_share`.
+the training, whoever is left of it; each rank takes its contiguous share of those G. Nothing is
+padded, repeated or dropped; only the last step of an epoch may be short, and is dealt out as evenly
+as its size allows. A rank's share of a step is cut into micro-batches as a DataLoader of one
+process would cut it, see `split_share`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The micro-batches of the next step are read from the feed and copied from pinned memory, on a stream
 beside that of the training, before those of the present step are handed out. What the training gets
-lies on its device, in the order and with the
-errors of the feed: one that reading the next step has raised comes when the next step is asked for.
+lies on its device, in the order and with the errors of the feed: one that reading the next step has
+raised comes when the next step is asked for.
 """
 
 from __future__ import annotations

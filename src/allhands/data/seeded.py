@@ -124,8 +124,7 @@ class _TorchGeneratorKept:
     """In the training's own process, torch's generator also makes dropout's masks, and is put back.
 
     numpy and random stay where the last sample leaves them: that is a place which depends on
-    nothing else either, and saving
-    numpy's state takes ten times as long as seeding it.
+    nothing else either, and saving numpy's state takes ten times as long as seeding it.
     """
 
     def __enter__(self) -> None:

@@ -30,9 +30,8 @@ class Gpu:
 
 
 def read_gpus(text: str) -> list[Gpu]:
-    """From
-    `--query-gpu=` with index, uuid, name, driver_version, memory.total, memory.free, compute_mode
-    and mig.mode.current.
+    """From `--query-gpu=` with index, uuid, name, driver_version, memory.total, memory.free,
+    compute_mode and mig.mode.current.
     """
     found = []
     for line in text.splitlines():

@@ -44,8 +44,7 @@ class Failures:
     """What becomes of clients that fail.
 
     A rank never leaves a round alone: it takes part in the round's sum, whose figures tell the
-    others that something failed;
-    only then do the ranks exchange what it was.
+    others that something failed; only then do the ranks exchange what it was.
 
     Args:
         world: the ranks; all of them make it together.

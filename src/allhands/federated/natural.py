@@ -1,9 +1,8 @@
 """Data sets whose clients are real: digits by writer, plays by speaker, patients by hospital.
 
 Nothing is downloaded: the files are looked for in the folder that the variable ALLHANDS_DATA (or
-`root=`) names. They are NumPy
-files without pickles; each function says which arrays it reads, so that a file from elsewhere can
-be brought into that shape.
+`root=`) names. They are NumPy files without pickles; each function says which arrays it reads, so
+that a file from elsewhere can be brought into that shape.
 """
 
 from __future__ import annotations

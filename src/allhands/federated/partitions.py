@@ -86,9 +86,8 @@ def dirichlet(
     targets: np.ndarray, clients: int, alpha: float = 0.5, min_size: int = 10, seed: int = 0
 ) -> Clients:
     """The samples of each class are dealt out in proportions drawn from a Dirichlet distribution,
-    as in Yurochkin et al.,
-    Bayesian Nonparametric Federated Learning, ICML 2019: a client that has its even share gets none
-    of the next classes.
+    as in Yurochkin et al., Bayesian Nonparametric Federated Learning, ICML 2019: a client that has
+    its even share gets none of the next classes.
 
     Args:
         targets: class of each sample: integers, shape ``[samples]``.

@@ -2,11 +2,10 @@
 tensors are there.
 
 A rank promises a round: it will give all its parts, and nothing can keep it from it but a fault.
-When all ranks of the process
-set have promised the same parts, they are told to go, and each runs them in the order of the parts
-on its own, in a torch group that serves nothing else (`lanes.Lane`). What is not the same on all
-ranks is declined, and the ranks ask for each part by its name, as they do for everything else. No
-sockets, no threads.
+When all ranks of the process set have promised the same parts, they are told to go, and each runs
+them in the order of the parts on its own, in a torch group that serves nothing else (`lanes.Lane`).
+What is not the same on all ranks is declined, and the ranks ask for each part by its name, as they
+do for everything else. No sockets, no threads.
 """
 
 from __future__ import annotations

@@ -85,9 +85,8 @@ class ChunkCompressor:
     residual, but for rounding.
 
     The residual is in the units of gradients: what is pushed is the gradient before the learning
-    rate, which travels beside it
-    with each step. So a change of the rate needs no rescaling; what is left of earlier steps is
-    applied with the rate of the step that sends it.
+    rate, which travels beside it with each step. So a change of the rate needs no rescaling; what
+    is left of earlier steps is applied with the rate of the step that sends it.
     """
 
     def __init__(self, codec: Codec, count: int) -> None:

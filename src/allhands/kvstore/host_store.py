@@ -91,11 +91,9 @@ class HostStore(KVStore):
     before it is sent, once.
 
     All workers of a host make the same calls in the same order; each call begins by comparing them.
-    `close`, also at the normal
-    end of a script, is the exception: a worker that has no more batches takes part, with no
-    samples, in the steps of the others.
-    A `RowSparse` key is no part of this: rows travel between each worker and the servers, as in
-    "dist_sync".
+    `close`, also at the normal end of a script, is the exception: a worker that has no more batches
+    takes part, with no samples, in the steps of the others. A `RowSparse` key is no part of this:
+    rows travel between each worker and the servers, as in "dist_sync".
 
     In `Step.workers` the hosts are counted. The loss of a worker ends its host's part, with a
     `WorldError` on the others.

@@ -2,10 +2,9 @@
 update, before it is answered.
 
 Server i connects to server i + 1 (the last one to server 0), proves itself as workers do, and sends
-control messages, each with a
-payload, which may be empty: raw numbers, or a safetensors file. The other side answers each one
-when it has it, and then applies
-it: the same update of the same numbers gives the same numbers.
+control messages, each with a payload, which may be empty: raw numbers, or a safetensors file. The
+other side answers each one when it has it, and then applies it: the same update of the same numbers
+gives the same numbers.
 """
 
 from __future__ import annotations

@@ -22,14 +22,14 @@ class RowTable:
     """The rows of a `RowSparse` key that one server has, by id.
 
     Updates are lazy: an optimizer's step over some rows leaves all others, and their state, as they
-    are. Weight decay and
-    momentum therefore act on a row only when it is pushed (as torch.optim.SparseAdam does for
-    Adam), and each row counts its own steps for what depends on them. A row that is in every push
-    gets what torch's plain loop computes for it, bit for bit in float32 and float64.
+    are. Weight decay and momentum therefore act on a row only when it is pushed (as
+    torch.optim.SparseAdam does for Adam), and each row counts its own steps for what depends on
+    them. A row that is in every push gets what torch's plain loop computes for it, bit for bit in
+    float32 and float64.
 
     Memory is taken for rows that were pushed, and for those only: up to 1.5 times their numbers and
-    states (and as much again
-    while the table grows), and 40 to 72 bytes a row for finding and counting.
+    states (and as much again while the table grows), and 40 to 72 bytes a row for finding and
+    counting.
 
     Args:
         table: what the key is.
@@ -262,8 +262,7 @@ def sum_rows(
     """Add up what several workers push.
 
     The floats of one row are added one after another: in the order of the list, and in one push in
-    the order of its repetitions.
-    It takes as many passes as the most frequent id has repetitions.
+    the order of its repetitions. It takes as many passes as the most frequent id has repetitions.
 
     Args:
         pushes: ids (int64, shape [n]) and rows (shape [n, columns]) of each worker; at least one,

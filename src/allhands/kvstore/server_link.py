@@ -200,8 +200,7 @@ class ServerLink:
         `copies` them before it returns.
 
         `encoded`: what is sent instead, in fewer bits. `travels`: not through shared memory, where
-        the next push would overwrite
-        it before it was read.
+        the next push would overwrite it before it was read.
         """
         flags = Flag.WANTED if wanted else Flag.NONE
         region = None if travels else self._regions.get(chunk)

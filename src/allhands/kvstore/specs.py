@@ -1,10 +1,8 @@
 """Names and options of optimizers: which a store can run, and whether the options are right.
 
 A server updates chunks of keys, so only optimizers are taken whose update of one number depends on
-that number alone. No class is
-ever looked up from what a worker sends: names are those below, and those of the entry-point group
-``allhands.optimizers`` on the
-machine that runs the update.
+that number alone. No class is ever looked up from what a worker sends: names are those below, and
+those of the entry-point group ``allhands.optimizers`` on the machine that runs the update.
 """
 
 from __future__ import annotations

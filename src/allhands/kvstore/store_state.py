@@ -21,12 +21,14 @@ _FORMAT = "allhands optimizer states 1"
 
 @dataclass
 class StoreState:
-    """Attributes:
-    step: optimizer steps taken.
-    tensors: by key, then by the name of the state ("exp_avg"), in the key's own shape; for a
-        `RowSparse` key, also "ids" (int64, shape [n]) and "rows" (shape [n, columns]), and states
-        of shape [n, columns].
-    numbers: by key, then by name: states that are one number, such as Adam's "step".
+    """The optimizer's state of a store.
+
+    Attributes:
+        step: optimizer steps taken.
+        tensors: by key, then by the name of the state ("exp_avg"), in the key's own shape; for a
+            `RowSparse` key, also "ids" (int64, shape [n]) and "rows" (shape [n, columns]), and
+            states of shape [n, columns].
+        numbers: by key, then by name: states that are one number, such as Adam's "step".
     """
 
     step: int = 0

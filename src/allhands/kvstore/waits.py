@@ -2,9 +2,8 @@
 those that are in a cycle.
 
 A report says what its worker waits for, and how far that worker has come itself. While it waits it
-comes no further, so that
-a cycle of reports is final, however old each of them is: none of its workers can have got what the
-next one has not given.
+comes no further, so that a cycle of reports is final, however old each of them is: none of its
+workers can have got what the next one has not given.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 knows or bounds beforehand.
 
 A frame is a header of 28 bytes (little endian: magic, kind, flags, chunk, meta, round, bytes) and a
-payload. Control messages are
-JSON with fixed fields (`op`, …) of known types; values are raw numbers of the key's dtype. Nothing
-is ever unpickled.
+payload. Control messages are JSON with fixed fields (`op`, …) of known types; values are raw
+numbers of the key's dtype. Nothing is ever unpickled.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 the last one starts at once.
 
 Most of the time in which workers start goes into importing torch. An agent whose round is over has
-done that already, and is
-otherwise as clean as a new one: user code runs only in the workers that it forks. It is used again
-by the same process with the
-same variables, and ends by itself when it is not, and with the process that started it.
+done that already, and is otherwise as clean as a new one: user code runs only in the workers that
+it forks. It is used again by the same process with the same variables, and ends by itself when it
+is not, and with the process that started it.
 """
 
 from __future__ import annotations

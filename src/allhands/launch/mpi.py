@@ -2,10 +2,8 @@
 own words.
 
 MPI's launcher starts the ranks and passes on their output, signals and exit codes. The ranks
-themselves notice one of them that
-hangs: `allhands.init` sees to it. What is added here: lines stay whole, and a launcher that waits
-for a lost host after the ranks
-have given up is ended.
+themselves notice one of them that hangs: `allhands.init` sees to it. What is added here: lines stay
+whole, and a launcher that waits for a lost host after the ranks have given up is ended.
 """
 
 from __future__ import annotations

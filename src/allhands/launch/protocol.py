@@ -6,26 +6,23 @@ suppress.
 
 Launcher to agent, field `op`:
 
-    prepare  env, cwd, parent, local_workers, threads, preload, launcher_timeout   -> event `ready`
-    store    address ("": all addresses of the host)             -> event `store`
-    reach    addresses, port                                     -> event `reached`
-    ping                                                         the launcher is alive; sent to
-    other hosts once a second start    workers, heartbeat_timeout, scratch, hold           -> events
-    `started`, …, `idle`; with hold it waits for `stop` again    worker
-    -> event `started`; one that has ended, while the round goes on kill     rank
-    SIGKILL, while the round goes on
-    stop     ranks (null: all), grace                               SIGTERM, and SIGKILL after
-    `grace` seconds
-    signal   number                                              -> the workers get it
-    quit                                                            the agent ends
+    prepare  env, cwd, parent, local_workers, threads, preload, launcher_timeout  -> `ready`
+    store    address ("": all addresses of the host)     -> `store`
+    reach    addresses, port                             -> `reached`
+    ping                                                 the launcher is alive; to other hosts
+    start    workers, heartbeat_timeout, scratch, hold   -> `started`, …, `idle`; hold: after `stop`
+    again    worker                                      -> `started`; one that has ended
+    kill     rank                                        SIGKILL, while the round goes on
+    stop     ranks (null: all), grace                    SIGTERM, and SIGKILL after `grace` seconds
+    signal   number                                      the workers get it
+    quit                                                 the agent ends
 
-Agent to launcher, field `event`: `ready`, `store`, `reached`, `started`, `begun` (a worker runs
-the user's code), `out`
-(whole lines of output), `raised`, `leaving`, `returned`, `message` (what worker code sent),
-`silent`, `passed` (the workers have got the signal `number`), `asked` (the agent itself got the
-signal `number`, while no worker could take it), `exit`, `idle` (no process of the round is left),
-`alive`. Times are `age`: seconds between the thing and its sending, because clocks of two hosts
-cannot be compared.
+Agent to launcher, field `event`: `ready`, `store`, `reached`, `started`, `begun` (a worker runs the
+user's code), `out` (whole lines of output), `raised`, `leaving`, `returned`, `message` (what worker
+code sent), `silent`, `passed` (the workers have got the signal `number`), `asked` (the agent itself
+got the signal `number`, while no worker could take it), `exit`, `idle` (no process of the round is
+left), `alive`. Times are `age`: seconds between the thing and its sending, because clocks of two
+hosts cannot be compared.
 """
 
 from __future__ import annotations

@@ -16,8 +16,7 @@ from allhands.launch.unpicklable import explain, name_arguments
 
 
 class Shipment:
-    """The files of one call. `folders` are to be removed in the end, by `close` or by the
-    agent."""
+    """The files of one call. `folders` are to be removed in the end, by `close` or by the agent."""
 
     def __init__(self) -> None:
         self.folders: list[str] = []

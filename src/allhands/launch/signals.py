@@ -2,8 +2,8 @@
 
 SIGTERM, and SIGUSR1 or SIGUSR2 where a scheduler is told to send them before it takes the machine
 back, ask a training to save and leave. Only the workers can do that, so they must learn of it and
-get the time for it. A signal that comes before they can
-take it is kept, and ends the job: they have nothing to save yet.
+get the time for it. A signal that comes before they can take it is kept, and ends the job: they
+have nothing to save yet.
 """
 
 from __future__ import annotations

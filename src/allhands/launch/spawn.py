@@ -46,14 +46,12 @@ def spawn(
     """Call `fn(*args, **kwargs)` in `workers` new processes that form one world.
 
     Works from a script without an `if __name__ == "__main__"` guard, from `python -c`, a notebook,
-    pytest and
-    any thread: the caller's file is not run again. The arguments travel as they are (`ship`): all
-    workers
-    read one copy of the tensors, and changes that a worker makes are its own.
+    pytest and any thread: the caller's file is not run again. The arguments travel as they are
+    (`ship`): all workers read one copy of the tensors, and changes that a worker makes are its own.
 
     What the caller has set is set in the workers (`caller`): torch's defaults and flags, filters of
-    warnings, levels of
-    loggers, attributes of its own modules. Their log records reach the caller's handlers.
+    warnings, levels of loggers, attributes of its own modules. Their log records reach the caller's
+    handlers.
 
     Args:
         fn: what to call. Inside it `allhands.init()` and `torch.distributed.init_process_group()`
@@ -78,17 +76,15 @@ def spawn(
         preload: modules to import once, before the workers are forked; they must not start threads
             or touch a GPU.
         rendezvous: the tasks of other nodes that make the same call
-        (`allhands.launch.rendezvous.gather`):
-            the workers of all of them form one world. The results are then those of this node's
-            workers.
+            (`allhands.launch.rendezvous.gather`): the workers of all of them form one world. The
+            results are then those of this node's workers.
         hands_back: after Ctrl-C, and the notebook's stop button, the workers get SIGINT and have
             `grace` seconds to hand back what they have (`handback.write`) and end, before
             KeyboardInterrupt is raised. A second one ends them at once.
 
     Returns:
         The results by rank: None, numbers, strings, bytes, tensors, numpy arrays, and lists,
-            tuples, dicts
-        and sets of them. Tensors of a GPU arrive on the CPU.
+        tuples, dicts and sets of them. Tensors of a GPU arrive on the CPU.
 
     Raises:
         UserError: an argument cannot be pickled, a result is not data, or a worker raised

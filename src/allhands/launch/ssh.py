@@ -1,8 +1,7 @@
 """One host that is reached through OpenSSH: its connection, copies of files, and the agent there.
 
 The agent's connection carries everything else to its host as well (`ControlMaster`). It ends with
-the agent, and the agent
-ends when its standard input does: with this process, however that goes.
+the agent, and the agent ends when its standard input does: with this process, however that goes.
 The user's configuration, agent and known hosts decide how it is made, and nothing is ever answered
 on the user's behalf (`BatchMode`): a host key that is not known is an error.
 """

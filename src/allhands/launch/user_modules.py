@@ -2,11 +2,10 @@
 anew, and then get these.
 
 A fresh import cannot be made in the caller, where it would have effects. What a module's source
-says of an attribute is
-compared with what the attribute is: an attribute that it does not mention was set later, a literal
-can be compared, and what
-is built from literals and classes alone is the same in every process. What it computes otherwise,
-as from variables of the environment that differ between ranks, stays as each worker computes it.
+says of an attribute is compared with what the attribute is: an attribute that it does not mention
+was set later, a literal can be compared, and what is built from literals and classes alone is the
+same in every process. What it computes otherwise, as from variables of the environment that differ
+between ranks, stays as each worker computes it.
 """
 
 from __future__ import annotations

@@ -2,13 +2,11 @@
 the last one.
 
 A script must not be able to tell that it runs in a process that was forked with torch imported
-instead of one
-that `python script.py` started: `__main__`, `sys.argv`, `sys.path`, signals, exit codes and
-teardown are
-Python's own. The worker also tells the agent what only it can know: that it is alive (once a
-second), and which exception ended it, at the moment it is raised. The teardown of an interpreter
-can take seconds, and the other workers fail meanwhile; without the time of the raise, the wrong one
-would be named as the first.
+instead of one that `python script.py` started: `__main__`, `sys.argv`, `sys.path`, signals, exit
+codes and teardown are Python's own. The worker also tells the agent what only it can know: that it
+is alive (once a second), and which exception ended it, at the moment it is raised. The teardown of
+an interpreter can take seconds, and the other workers fail meanwhile; without the time of the
+raise, the wrong one would be named as the first.
 """
 
 from __future__ import annotations
@@ -110,11 +108,10 @@ def fail(message: str) -> NoReturn:
     thread cannot go on.
 
     In a worker of the allhands launcher this counts as a `WorldError` that the worker raised, with
-    the place of the main
-    thread as its traceback: `spawn` raises `WorkerError` with it, `allhands launch` reports it as
-    the cause. Elsewhere the
-    message is printed to stderr. Exit handlers do not run, because the main thread may hold what
-    they wait for; output that Python still buffers is written.
+    the place of the main thread as its traceback: `spawn` raises `WorkerError` with it, `allhands
+    launch` reports it as the cause. Elsewhere the message is printed to stderr. Exit handlers do
+    not run, because the main thread may hold what they wait for; output that Python still buffers
+    is written.
 
     Args:
         message: one line.

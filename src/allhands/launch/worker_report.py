@@ -17,8 +17,7 @@ from allhands.launch.processes import REQUESTS, signal_name
 # much earlier than it was seen.
 _UNSEEN = 1.0
 
-# What errors of gloo, nccl and the store say where a peer is gone, whose failure may be the
-# cause.
+# What errors of gloo, nccl and the store say where a peer is gone, whose failure may be the cause.
 _LOST_PEER = (
     "Connection closed by peer",
     "Connection reset by peer",

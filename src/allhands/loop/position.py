@@ -8,15 +8,17 @@ from typing import Any
 
 @dataclass
 class Position:
-    """Attributes:
-    done: the loaders that were trained on in this epoch already, with their metrics.
-    samples: samples of all ranks that the current loader's steps have taken, of the epoch's global
-    order.
-    steps: optimizer steps taken with the current loader.
-    evaluating: all training loaders are done, and buffers were made equal.
-    evaluating_between: the evaluation between two steps has begun.
-    rates: learning rates at the start of the epoch.
-    seconds: time spent in this epoch before it was interrupted.
+    """How far it is.
+
+    Attributes:
+        done: the loaders that were trained on in this epoch already, with their metrics.
+        samples: samples of all ranks that the current loader's steps have taken, of the epoch's
+            global order.
+        steps: optimizer steps taken with the current loader.
+        evaluating: all training loaders are done, and buffers were made equal.
+        evaluating_between: the evaluation between two steps has begun.
+        rates: learning rates at the start of the epoch.
+        seconds: time spent in this epoch before it was interrupted.
     """
 
     done: dict[str, dict[str, float]] = field(default_factory=dict)

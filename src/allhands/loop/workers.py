@@ -67,8 +67,8 @@ class Plan:
         hands_back: bool = False,
     ) -> Any:
         """The job's result; that of this node's first worker where workers were started, which then
-        have the modules `preload`
-        imported already. `hands_back`: the job stops at SIGINT, with which a Ctrl-C reaches it.
+        have the modules `preload` imported already. `hands_back`: the job stops at SIGINT, with
+        which a Ctrl-C reaches it.
 
         Raises:
             WorkerError: a worker failed.

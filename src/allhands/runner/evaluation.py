@@ -74,9 +74,8 @@ def fitting(
     say: Callable[[str], None] | None = None,
     output_key: str | None = None,
 ) -> HandleBatch:
-    """`handle_batch` with what the criterion takes: what `output_key` names of the
-    output, and a target of the output's shape for a criterion that compares the two element by
-    element.
+    """`handle_batch` with what the criterion takes: what `output_key` names of the output, and a
+    target of the output's shape for a criterion that compares the two element by element.
 
     The latter only where a last dimension of size 1 tells them apart, ``[batch, 1]`` and
     ``[batch]``: what is meant is certain there, and broadcasting would compare every output with

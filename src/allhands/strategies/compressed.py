@@ -26,12 +26,10 @@ def sum_rounded(
     fp16 or bf16.
 
     Each rank gets its part of the buffer from all others in `dtype`, adds it up in fp32 (float64
-    stays so), and sends the sum to
-    all in `dtype`: 2 (N - 1) / N times 2 bytes a number, half of what a ring sends in fp32. So a
-    number is rounded twice, however
-    many ranks there are, and the result is the same bits on all of them. (An all-reduce of bf16
-    would round at every addition.) What is beyond the range of fp16 becomes infinite, which the
-    next loss tells.
+    stays so), and sends the sum to all in `dtype`: 2 (N - 1) / N times 2 bytes a number, half of
+    what a ring sends in fp32. So a number is rounded twice, however many ranks there are, and the
+    result is the same bits on all of them. (An all-reduce of bf16 would round at every addition.)
+    What is beyond the range of fp16 becomes infinite, which the next loss tells.
 
     All operations are in order with the current stream and none looks at a value, so that a CUDA
     graph can capture them.

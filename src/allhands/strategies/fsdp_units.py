@@ -3,11 +3,10 @@ pass through.
 
 fully_shard gathers a unit when it is called, and adds its gradients up over the ranks after its
 backward pass. So a unit that only some ranks call (an expert, the head of a task, a block that is
-skipped) would set the ranks at odds. Here every rank
-passes all units in one order: before a unit is called, those before it that were not are gathered
-and let go of. A token goes
-from unit to unit beside the activations, so that the backward pass goes through all of them too, in
-the reverse order. A gradient that a rank has not made counts as 0 there.
+skipped) would set the ranks at odds. Here every rank passes all units in one order: before a unit
+is called, those before it that were not are gathered and let go of. A token goes from unit to unit
+beside the activations, so that the backward pass goes through all of them too, in the reverse
+order. A gradient that a rank has not made counts as 0 there.
 """
 
 from __future__ import annotations

@@ -25,13 +25,11 @@ class KVStore(KVStoreSettings, Strategy):
     store.
 
     Without servers each worker updates 1/N of the weights. With servers they do, and workers can be
-    let go on without waiting for
-    one another: then each push is the mean over one worker's own part of the global batch, and the
-    result is no longer that of
-    one process (`exact` is False); nor is it with compression. At the end of each epoch, and before
-    saving, all workers read the same weights; where they do not wait, the values of an epoch have
-    `staleness` and `staleness_max`: how many steps others took between a worker's read and its
-    push.
+    let go on without waiting for one another: then each push is the mean over one worker's own part
+    of the global batch, and the result is no longer that of one process (`exact` is False); nor is
+    it with compression. At the end of each epoch, and before saving, all workers read the same
+    weights; where they do not wait, the values of an epoch have `staleness` and `staleness_max`:
+    how many steps others took between a worker's read and its push.
 
     Args:
         mode: "sync" (all gradients of a step are one step of the optimizer), "async" (each worker's

@@ -36,8 +36,7 @@ class MicroBatch:
     """Some samples of a batch.
 
     `filled` is what goes through the model: `batch`, or with further samples that do not count, up
-    to the other ranks' number.
-    `count` is 0 where the one in `batch` does not count either.
+    to the other ranks' number. `count` is 0 where the one in `batch` does not count either.
     """
 
     batch: Any

@@ -23,12 +23,12 @@ class PowerSGD(Residuals):
     """The exchange of one training by PowerSGD, with error feedback and warm start.
 
     After Vogels et al., PowerSGD: Practical Low-Rank Gradient Compression for Distributed
-    Optimization, NeurIPS 2019 (algorithms
-    1 and 2). A rank's gradient M (n x m) with what was left over of its last one becomes P Q', of
-    which P (n x r) is an orthonormal basis of the sum over the ranks of M times the last Q, and Q
-    (m x r) the mean over the ranks of M' P. What P Q' does not hold of M is that rank's to keep. A
-    tensor of more than two dimensions is a matrix with the first one as rows. Where the factors
-    would be more than half of it, and for vectors, the gradient itself travels.
+    Optimization, NeurIPS 2019 (algorithms 1 and 2). A rank's gradient M (n x m) with what was left
+    over of its last one becomes P Q', of which P (n x r) is an orthonormal basis of the sum over
+    the ranks of M times the last Q, and Q (m x r) the mean over the ranks of M' P. What P Q' does
+    not hold of M is that rank's to keep. A tensor of more than two dimensions is a matrix with the
+    first one as rows. Where the factors would be more than half of it, and for vectors, the
+    gradient itself travels.
 
     Args:
         rank: r, or less for a matrix that is smaller.

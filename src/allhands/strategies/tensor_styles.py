@@ -2,9 +2,8 @@
 worker's part of them.
 
 Between the modules of a block activations are plain tensors: whole ones, or this worker's part of
-the features. Only what is
-split along the sequence or the vocabulary is a DTensor, so that one that meets a whole tensor is an
-error, not another result.
+the features. Only what is split along the sequence or the vocabulary is a DTensor, so that one that
+meets a whole tensor is an error, not another result.
 """
 
 from __future__ import annotations

@@ -21,11 +21,11 @@ class Values:
     all of them at once.
 
     A model on the meta device has none: each layer that has parameters draws them by its
-    ``reset_parameters``, in the order of
-    ``named_modules``, from generators seeded with ``derive_seed(seed, "model")``; then, where the
-    model has a method ``start_parameter(name, parameter)``, that is called for each in the order of
-    ``named_parameters``. It is what building the model plainly under that seed gives, where layers
-    are made in the order in which the model holds them and nothing else initialises them.
+    ``reset_parameters``, in the order of ``named_modules``, from generators seeded with
+    ``derive_seed(seed, "model")``; then, where the model has a method ``start_parameter(name,
+    parameter)``, that is called for each in the order of ``named_parameters``. It is what building
+    the model plainly under that seed gives, where layers are made in the order in which the model
+    holds them and nothing else initialises them.
 
     Args:
         plain: the user's model; rank 0's values count.

@@ -2,9 +2,8 @@
 
 The folder and the function share one name. Importing any module of this package binds
 `allhands.verify` to the package, whatever `allhands` had offered under that name before, so a
-function put there would be gone after the first import. The
-package itself can therefore be called: the class of its module hands the call on, in every order of
-imports.
+function put there would be gone after the first import. The package itself can therefore be called:
+the class of its module hands the call on, in every order of imports.
 """
 
 from __future__ import annotations

@@ -49,9 +49,8 @@ class Noise:
 
     Beside a quantity's own noise, the median over all gradients (or over all parameters) counts, so
     that a quantity of a few numbers, which two runs can give alike by chance, is not held to that
-    chance. It is the median and not the whole because
-    single parameters may be all noise: Adam makes full steps of a gradient that is 0 but for
-    rounding.
+    chance. It is the median and not the whole because single parameters may be all noise: Adam
+    makes full steps of a gradient that is 0 but for rounding.
 
     Args:
         floor: never less than this.

@@ -41,8 +41,7 @@ def detect(environ: Environ | None = None) -> Layout | None:
     """The layout of the world of *more than one* process around this one; None when it is alone.
 
     Reads only `environ` (default: `os.environ`), opens nothing and imports no torch. Raises what
-    `init`
-    raises for variables that cannot be read or contradict one another.
+    `init` raises for variables that cannot be read or contradict one another.
     """
     environ = os.environ if environ is None else environ
     environment = find_environment(environ)

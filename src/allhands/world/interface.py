@@ -1,11 +1,9 @@
 """Which network interface reaches the other hosts.
 
 Left alone, gloo resolves this host's own name, which on many systems is a loopback address
-(127.0.1.1) that
-no other host can reach: one side then fails with "connection refused" and the other waits for five
-times the
-group's timeout. So the interface is the one through which the kernel would send to another host of
-the world.
+(127.0.1.1) that no other host can reach: one side then fails with "connection refused" and the
+other waits for five times the group's timeout. So the interface is the one through which the kernel
+would send to another host of the world.
 """
 
 from __future__ import annotations

@@ -231,8 +231,7 @@ def requeue() -> str:
     cancelling it.
 
     Call it on one rank, after everything is saved: Slurm ends the whole job at once. A requeued job
-    starts its batch script
-    anew, under the same number and with SLURM_RESTART_COUNT one higher.
+    starts its batch script anew, under the same number and with SLURM_RESTART_COUNT one higher.
 
     Returns:
         What was done, in words.

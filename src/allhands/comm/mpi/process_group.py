@@ -36,10 +36,9 @@ class MPIGroup(_Base):
     ``init_process_group("mpi")`` and ``new_group``.
 
     `channels` run its collectives: the first what the program calls, the second what callbacks of
-    futures call; the first one's
-    communicator also carries sends and receives. `timeout` bounds each operation, in seconds;
-    `cuda_aware` says that the MPI library takes GPU memory, which is otherwise staged through
-    pinned memory. The names of the methods are torch's.
+    futures call; the first one's communicator also carries sends and receives. `timeout` bounds
+    each operation, in seconds; `cuda_aware` says that the MPI library takes GPU memory, which is
+    otherwise staged through pinned memory. The names of the methods are torch's.
 
     Every operation returns its `Work` at once, or raises `UserError` for what can be seen to be
     wrong here and now.

@@ -17,9 +17,8 @@ class FedNova(Algorithm):
     steps do not pull the model towards their own optimum (equations 7 and 8 of the paper).
 
     With ``a`` the sum of the factors with which a client's gradients have entered its update (the
-    norm of the paper's vector
-    a_i: the number of steps for plain SGD, more with momentum, less with a proximal term), and
-    ``p`` its share of samples::
+    norm of the paper's vector a_i: the number of steps for plain SGD, more with momentum, less with
+    a proximal term), and ``p`` its share of samples::
 
         weights += (sum of p * a) * (sum of p * update / a)
 

@@ -16,8 +16,8 @@ from allhands.federated.sums import Sums
 
 class _ServerOptimizer(Algorithm):
     """The cohort's mean update is, with its sign turned, the gradient of an optimizer of the
-    server. Buffers, if averaged, are
-    averaged by samples: an optimizer's step could make a variance negative."""
+    server. Buffers, if averaged, are averaged by samples: an optimizer's step could make a variance
+    negative."""
 
     def __init__(self, weighted: bool, average_buffers: bool) -> None:
         self.weighted, self.average_buffers = weighted, average_buffers
@@ -197,8 +197,8 @@ class FedAdam(_SecondMoment):
         v = beta2 * v + (1 - beta2) * update ** 2
         weights += server_lr * m / (sqrt(v) + tau)
 
-    with v begun at ``tau ** 2``, and without correction of the bias.
-    `FedOpt` with Adam has torch's arithmetic, which is another.
+    with v begun at ``tau ** 2``, and without correction of the bias. `FedOpt` with Adam has torch's
+    arithmetic, which is another.
 
     Args:
         server_lr: the paper's eta.

@@ -133,8 +133,7 @@ class TrimmedMean(Robust):
 
 class Krum(Robust):
     """The update that is nearest to its neighbours, or the mean of some of those (Blanchard et al.,
-    Machine Learning with
-    Adversaries: Byzantine Tolerant Gradient Descent, NeurIPS 2017).
+    Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent, NeurIPS 2017).
 
     A client's score is the sum of its squared distances to the ``K - byzantine - 2`` nearest others
     of K; the lowest scores win, of equal ones the first in the cohort.

@@ -37,11 +37,9 @@ class BaseClient:
     called in a fixed order by you.
 
     A round calls `run_train`: `set_model`, `decompression`, `pre_train`, `train`, `post_train`,
-    `test_local` (if asked for),
-    `compression`, `encryption`, `post_upload`. Then `self.model` is what the client has learnt.
-    `self.model` is one model that
-    all clients of a process share, loaded anew for each: keep what shall last in attributes of
-    other names. A client stays in one
+    `test_local` (if asked for), `compression`, `encryption`, `post_upload`. Then `self.model` is
+    what the client has learnt. `self.model` is one model that all clients of a process share,
+    loaded anew for each: keep what shall last in attributes of other names. A client stays in one
     process, so that its attributes last over the rounds, whatever the number of processes. torch's,
     numpy's and random's generators are seeded by (seed, round, client) before it trains.
 

@@ -95,9 +95,8 @@ class RoundsOfServer(Protocol):
 
 class BaseServer:
     """The aggregating side. Every process has one, and runs the same steps on the same model, so
-    that what you override must
-    give the same on each: torch's, numpy's and random's generators are seeded by (seed, round)
-    before `selection`.
+    that what you override must give the same on each: torch's, numpy's and random's generators are
+    seeded by (seed, round) before `selection`.
 
     A round calls `pre_train`, `train` (`selection`, `grouping_for_distributed`, `compression`,
     `distribution_to_train`, `aggregation`), `post_train`; every ``test_every`` rounds `pre_test`,

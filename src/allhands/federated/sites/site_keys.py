@@ -1,10 +1,8 @@
 """Who a site is: its key pair, the server's list of the sites that may take part, and tokens.
 
 A site proves by its private key who it is, and the server knows the public ones from its allow
-list. A token is a further secret
-that can be taken away at any moment: the server's file of tokens is read anew for every check.
-Importing this module imports no
-torch.
+list. A token is a further secret that can be taken away at any moment: the server's file of tokens
+is read anew for every check. Importing this module imports no torch.
 """
 
 from __future__ import annotations

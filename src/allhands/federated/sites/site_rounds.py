@@ -54,9 +54,8 @@ class SiteRounds(Rounds):
             is measured.
 
     The history has a list more, ``absent``: the clients that were drawn and were not connected.
-    Those that were late are in
-    ``failed``; bytes are those of arrays as they were sent, and seconds are without waiting for
-    sites.
+    Those that were late are in ``failed``; bytes are those of arrays as they were sent, and seconds
+    are without waiting for sites.
     """
 
     executor: SiteExecutor

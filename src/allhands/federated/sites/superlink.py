@@ -1,10 +1,9 @@
 """Flower's SuperLink, whose control interface answers this machine only.
 
 Flower serves three interfaces on one port: to sites (their keys are checked), to the server's own
-processes (their secret is
-checked), and the one for control, which needs no login: whoever reaches the port may submit an app,
-stop a run, or register a
-key. Here, control is refused to everybody who is not on this machine.
+processes (their secret is checked), and the one for control, which needs no login: whoever reaches
+the port may submit an app, stop a run, or register a key. Here, control is refused to everybody who
+is not on this machine.
 """
 
 from __future__ import annotations

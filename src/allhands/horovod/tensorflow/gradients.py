@@ -25,7 +25,7 @@ class GradientReduction:
     """How a list of gradients is reduced over the ranks.
 
     Variables that were registered as local keep this rank's gradient, divided by the number of
-    ranks if `scale_local`.
+    ranks if `scale_local_gradients`.
 
     Raises:
         UserError: options that exclude each other, or a device that is not a CPU.
@@ -44,7 +44,7 @@ class GradientReduction:
         num_groups: int = 0,
         groups: Any = None,
         process_set: ProcessSet = global_process_set,
-        scale_local: bool = True,
+        scale_local_gradients: bool = True,
     ) -> None:
         check_device("device_dense", device_dense)
         check_device("device_sparse", device_sparse)
@@ -65,7 +65,7 @@ class GradientReduction:
         self.predivide = float(gradient_predivide_factor)
         self.groups = _checked_groups(groups)
         self.process_set = process_set
-        self.scale_local = scale_local
+        self.scale_local = scale_local_gradients
         self._local: dict[int, Any] = {}
 
     def register_local(self, variable: Any) -> None:
@@ -263,6 +263,8 @@ def DistributedGradientTape(
     Raises:
         UserError: not a tape, or options that exclude each other.
     """
+    given = dict(locals())
+    del given["gradtape"]
     if not isinstance(gradtape, tf.GradientTape):
         raise UserError(
             f"DistributedGradientTape takes a tf.GradientTape; this is {kind_of(gradtape)}"
@@ -270,19 +272,7 @@ def DistributedGradientTape(
     cls = type(gradtape)
     tape: Any = object.__new__(type(cls.__name__, (_DistributedGradientTape, cls), {}))
     tape.__dict__.update(gradtape.__dict__)
-    tape._reduction = GradientReduction(
-        "DistributedGradientTape",
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        op=op,
-        gradient_predivide_factor=gradient_predivide_factor,
-        num_groups=num_groups,
-        groups=groups,
-        process_set=process_set,
-        scale_local=scale_local_gradients,
-    )
+    tape._reduction = GradientReduction("DistributedGradientTape", **given)
     return tape
 
 
@@ -303,20 +293,9 @@ def PartialDistributedGradientTape(
 ) -> Any:
     """`DistributedGradientTape` that leaves the gradients of `local_layers` (a Keras layer or a
     list of them) to each rank."""
-    variables = variables_of(local_layers)
-    tape = DistributedGradientTape(
-        gradtape,
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        op,
-        gradient_predivide_factor,
-        num_groups,
-        groups,
-        process_set,
-        scale_local_gradients,
-    )
+    given = dict(locals())
+    variables = variables_of(given.pop("local_layers"))
+    tape = DistributedGradientTape(**given)
     for variable in variables:
         tape.register_local_source(variable)
     return tape

@@ -14,8 +14,7 @@ class OpenMPI(Environment):
     """OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK and _LOCAL_SIZE.
 
     OMPI_COMM_WORLD_NODE_RANK is left alone: despite its name it is a process's number on its host,
-    not the
-    host's.
+    not the host's.
     """
 
     name = "openmpi"

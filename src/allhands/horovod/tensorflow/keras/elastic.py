@@ -49,8 +49,7 @@ class UpdateBatchStateCallback(tf.keras.callbacks.Callback):
     """Keep ``state.batch`` at the number of the last batch, and at 0 between epochs.
 
     Keras 3 does not let a callback shorten an epoch: after a restart, give ``fit`` as many steps as
-    are left, or accept that the
-    epoch begins again.
+    are left, or accept that the epoch begins again.
     """
 
     def __init__(self, state: TensorFlowKerasState) -> None:

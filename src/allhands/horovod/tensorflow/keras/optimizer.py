@@ -189,7 +189,7 @@ def DistributedOptimizer(
         num_groups=num_groups,
         groups=groups,
         process_set=process_set,
-        scale_local=scale_local_gradients,
+        scale_local_gradients=scale_local_gradients,
     )
     several = backward_passes_per_step > 1
     made._passes = (
