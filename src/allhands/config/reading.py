@@ -234,9 +234,8 @@ def _merge(
         here = (*above, key)
         old = base.get(key)
         if isinstance(value, Mapping) and isinstance(old, str) and _takes_name(here):
-            old = base[key] = {
-                "name": old
-            }  # `optimizer: adamw` in one file, `optimizer.lr=0.1` after it
+            # `optimizer: adamw` in one file, `optimizer.lr=0.1` after it.
+            old = base[key] = {"name": old}
         origins[here] = places.get(here, origins.get(here, ""))
         if isinstance(value, Mapping) and isinstance(old, dict):
             _merge(old, value, places, origins, here)

@@ -152,11 +152,8 @@ def taken_as(dataset: Any) -> tuple[Any, bool]:
     said = isinstance(dataset, SplitByRank)
     inner = dataset.dataset if said else dataset
     stages = {_name_of(stage) for stage in _stages(inner)}
-    if (
-        _ALONE in stages
-        # it would raise an error; every rank reads everything, or its own samples are made
-        # elsewhere
-    ):
+    # It would raise an error; every rank reads everything, or its own samples are made elsewhere.
+    if _ALONE in stages:
         inner = copy.copy(inner)
         inner.pipeline = [stage for stage in inner.pipeline if _name_of(stage) != _ALONE]
     of_hugging_face = is_of_hugging_face(inner) and getattr(inner, "_distributed", None) is not None

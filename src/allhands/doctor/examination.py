@@ -98,9 +98,8 @@ class _Examination:
             for spec in request.hosts
         ]
         self.up: list[Contact] = []
-        self.chosen: dict[
-            str, dict[str, Any]
-        ] = {}  # the interface of each host on the way to the others
+        # The interface of each host on the way to the others.
+        self.chosen: dict[str, dict[str, Any]] = {}
         self.blocked: list[Finding] = []
         self.socket_rate: float | None = None  # bytes a second
 

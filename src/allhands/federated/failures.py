@@ -74,9 +74,8 @@ class Failures:
 
     def begin(self) -> None:
         """A round begins."""
-        self._told: dict[
-            int, tuple[float, str, bool]
-        ] = {}  # slot: figure, text, whether a mistake of the user's
+        # Slot: figure, text, whether a mistake of the user's.
+        self._told: dict[int, tuple[float, str, bool]] = {}
         self._tries: dict[int, int] = {}
         self._error: BaseException | None = None
         self._over = False

@@ -240,9 +240,8 @@ class KeyedNoise:
     def set(self, keys: torch.Tensor) -> None:
         """Use these keys, shape ``[layers]``, from now on; they may change in place."""
         for place, layer in enumerate(self.layers.values()):
-            layer._buffers["key"] = keys[
-                place
-            ]  # past `Module.__setattr__`, which takes longer than a small operation
+            # Past `Module.__setattr__`, which takes longer than a small operation.
+            layer._buffers["key"] = keys[place]
 
     def set_step(self, keys: torch.Tensor, step: int) -> None:
         """Use the keys of this step, of a client's keys, shape ``[steps, layers]``, which stay as

@@ -41,9 +41,8 @@ class Team:
         if size == 1:
             return cls(world.rank, world.world_size)
         ranks = [list(range(first, first + size)) for first in range(0, world.world_size, size)]
-        groups = [
-            dist.new_group(members) for members in ranks
-        ]  # every rank takes part in making each
+        # Every rank takes part in making each.
+        groups = [dist.new_group(members) for members in ranks]
         number, place = divmod(world.rank, size)
         return cls(number, len(ranks), place, size, groups[number])
 

@@ -33,9 +33,8 @@ class _Peer:
         self.lines = wire.LineReader(_LONGEST)
         self.out = bytearray()
         self.waits_to_write = False
-        self.known: dict[
-            int, tuple[Key, OperationRequest]
-        ] = {}  # what it has asked for before, by its own numbers
+        # What it has asked for before, by its own numbers.
+        self.known: dict[int, tuple[Key, OperationRequest]] = {}
         self.rounds: dict[int, tuple[int, Parts]] = {}  # and what it has promised before
 
 
@@ -64,9 +63,8 @@ class Coordinator:
         self._peers: dict[int, _Peer] = {}
         self._left: set[int] = set()
         self._failure: tuple[float, str] | None = None  # what a rank has said first, and when
-        self._parts: dict[
-            Parts, Parts
-        ] = {}  # so that equal ones of several ranks are one, and compared at once
+        # So that equal ones of several ranks are one, and compared at once.
+        self._parts: dict[Parts, Parts] = {}
         self._stopped = threading.Event()
         self.everyone_left = threading.Event()
         self._over = threading.Event()

@@ -55,9 +55,8 @@ class Matcher:
         self._threshold = fusion_threshold
         self._warn_after, self._stop_after, self._clock = warn_after, stop_after, clock
         self._pending: dict[Key, _Pending] = {}
-        self._refused: dict[
-            Key, tuple[str, set[int]]
-        ] = {}  # and the ranks that have yet to hear it
+        # And the ranks that have yet to hear it.
+        self._refused: dict[Key, tuple[str, set[int]]] = {}
         self._joined: dict[int, None] = {}  # in the order in which they came
         self._gone: dict[int, str] = {}
         self._broken = ""

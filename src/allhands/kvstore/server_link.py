@@ -71,9 +71,8 @@ class ServerLink:
         self.versions: dict[int, int] = {}
         self.targets: dict[int, tuple[torch.Tensor, PendingReply]] = {}
         self.down_codec: Codec | None = None
-        self.base: dict[
-            int, torch.Tensor
-        ] = {}  # what this worker has, where changes come compressed
+        # What this worker has, where changes come compressed.
+        self.base: dict[int, torch.Tensor] = {}
         self.adds = True
         self.squares: dict[int, dict[int, float]] = {}
         self.done: dict[int, dict[str, Any] | None] = {}  # of the steps that are waited for
@@ -82,9 +81,8 @@ class ServerLink:
         self._queue: queue.PriorityQueue[tuple[int, int, Any]] = queue.PriorityQueue()
         self._order = itertools.count()
         self._regions: dict[int, torch.Tensor] = {}
-        self._buffers: dict[
-            int, int
-        ] = {}  # where in this process the chunks of `KVStore.buffer` begin
+        # Where in this process the chunks of `KVStore.buffer` begin.
+        self._buffers: dict[int, int] = {}
         self._shared: dict[int, torch.Tensor] = {}
         self._welcome = PendingReply(1)
         self._closing = False

@@ -52,9 +52,8 @@ class ShardKeys:
         self._settings = threading.Lock()
         self._lock = threading.RLock()
         self._blocks: list[tuple[SharedMemory, list[int]]] = []
-        self._initial: list[
-            tuple[Any, int, set[int]]
-        ] = []  # (worker, request, chunks) that wait for first values
+        # (worker, request, chunks) that wait for first values.
+        self._initial: list[tuple[Any, int, set[int]]] = []
 
     def declare(self, keys: dict[str, dict[str, Any]], rank: int, complete: bool) -> dict[str, Any]:
         """Place new keys, and say where all of these are; server 0 only."""

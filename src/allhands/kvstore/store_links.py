@@ -80,9 +80,8 @@ class StoreLinks(KVStore):
         self._wait_state = WaitState()
         self._pieces: dict[str, list[KeyPiece]] = {}
         self._metas = itertools.count(1)
-        self._unread: dict[
-            str, int
-        ] = {}  # keys that were pushed and not pulled since, and the priority of the push
+        # Keys that were pushed and not pulled since, and the priority of the push.
+        self._unread: dict[str, int] = {}
         self._complete: list[str] = []
         self._codec: Codec | None = None
         self._compressors: dict[int, ChunkCompressor] = {}

@@ -72,23 +72,19 @@ class WorkerSession:
         self.life = ""  # of the worker process; another one after it was started again
         self._up, self._down = up, down
         self._out: queue.SimpleQueue[list[Any] | None] = queue.SimpleQueue()
-        self._metas: dict[
-            int, Meta | None
-        ] = {}  # None: a step that was refused, whose pushes are dropped
+        # None: a step that was refused, whose pushes are dropped.
+        self._metas: dict[int, Meta | None] = {}
         self._regions: dict[int, torch.Tensor] = {}
-        self._buffers: dict[
-            int, torch.Tensor
-        ] = {}  # of the worker's own, which may not be written to
+        # Of the worker's own, which may not be written to.
+        self._buffers: dict[int, torch.Tensor] = {}
         self._left = False
         self._closed = False
         # By size: with one list, those below the last pile up.
         self._pool: dict[int, list[torch.Tensor]] = defaultdict(list)
-        self._given: dict[
-            int, tuple[int, int]
-        ] = {}  # versions that went out, where they are compressed
-        self._sent: dict[
-            int, torch.Tensor
-        ] = {}  # what the worker has, where each one has something else
+        # Versions that went out, where they are compressed.
+        self._given: dict[int, tuple[int, int]] = {}
+        # What the worker has, where each one has something else.
+        self._sent: dict[int, torch.Tensor] = {}
 
     def start(self) -> None:
         """Begin to read and to write."""

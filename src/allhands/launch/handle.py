@@ -44,9 +44,8 @@ class AgentHandle:
         self.early = b""  # events that arrived before anybody asked for them
         self.heard_at = time.monotonic()
         self.ready: dict[str, Any] | None = None
-        self.answers: dict[
-            str, dict[str, Any]
-        ] = {}  # the newest event of each kind that answers a request
+        # The newest event of each kind that answers a request.
+        self.answers: dict[str, dict[str, Any]] = {}
         self.ranks: list[int] = []
         self.idle = True
         self.lost = False

@@ -53,9 +53,8 @@ class Blobs:
     def __init__(self) -> None:
         self.parts: list[tuple[int, Any]] = []  # offset, memoryview or torch storage
         self.end = _HEADER.size
-        self.buffers: list[
-            tuple[int, int, bool]
-        ] = []  # offset, length, read-only; of numpy arrays in pickle order
+        # Offset, length, read-only; of numpy arrays in pickle order.
+        self.buffers: list[tuple[int, int, bool]] = []
 
     def add(self, nbytes: int, part: Any) -> int:
         offset = -(-self.end // _ALIGN) * _ALIGN

@@ -76,9 +76,8 @@ class SupervisedRunner(Runner):
         #: What `output_key` names.
         self.output_member = check_output_key(output_key)
         self.target_key: Keys = check_keys("target_key", target_key)
-        self._by_name: dict[
-            type, bool
-        ] = {}  # whether models of a class are given several inputs by name
+        # Whether models of a class are given several inputs by name.
+        self._by_name: dict[type, bool] = {}
 
     # ------------------------------------------------------------------ what a subclass may change
 

@@ -84,9 +84,8 @@ class Units:
         # A pass has begun, or its gradient has come back, since the last `clear`.
         self._called = self._returned = False
         self._waiting: set[int] = set()  # groups whose gradients are yet to be added up
-        self._open: list[
-            tuple[Unit, int]
-        ] = []  # the units that are being called, and how many children of each were passed
+        # The units that are being called, and how many children of each were passed.
+        self._open: list[tuple[Unit, int]] = []
         self._token = torch.zeros(())
         self._recording = False
 

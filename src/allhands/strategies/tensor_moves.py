@@ -131,9 +131,8 @@ class _Move(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, given: torch.Tensor) -> tuple[Any, ...]:
-        return _Move.apply(given, *ctx.way), *(
-            None,
-        ) * 6  # a gradient of this gradient moves as the value did
+        # A gradient of this gradient moves as the value did.
+        return _Move.apply(given, *ctx.way), *(None,) * 6
 
 
 def redistribute(

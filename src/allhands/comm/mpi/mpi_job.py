@@ -39,9 +39,8 @@ _made: Counter[tuple[int, ...]] = Counter()
 _channels: list[Channel] = []
 _groups: list[MPIGroup] = []
 _leaving: Any = None  # a communicator of all ranks, for the end
-_left: dict[
-    int, tuple[float, dict[str, int]]
-] = {}  # rank -> when its notice came, and how many collectives it made in each group
+# Rank -> when its notice came, and how many collectives it made in each group.
+_left: dict[int, tuple[float, dict[str, int]]] = {}
 
 
 def new_group(

@@ -27,10 +27,8 @@ from allhands.federated.executors.serial import Serial
 from allhands.federated.executors.stacked import Stacked
 from allhands.world import current_world
 
-_ALONE, _TOGETHER = (
-    8,
-    64,
-)  # clients of the first cohort on which executors are tried that train them one by one, or at once
+# Clients of the first cohort on which executors are tried that train them one by one, or at once.
+_ALONE, _TOGETHER = (8, 64)
 
 
 class Auto(Executor):

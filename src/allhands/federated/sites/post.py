@@ -68,9 +68,8 @@ class Post:
     def __init__(self, grid: Any, events: EventLog) -> None:
         self.grid, self.events = grid, events
         self.dropped = 0
-        self._late: dict[
-            str, tuple[Sent, float]
-        ] = {}  # and until when their replies may still come
+        # And until when their replies may still come.
+        self._late: dict[str, tuple[Sent, float]] = {}
 
     def send(
         self,

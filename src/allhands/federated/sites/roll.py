@@ -86,9 +86,8 @@ class Roll:
         self.present: dict[str, Present] = {}
         self.run = ""  # its identity, which the sites keep their state by
         self.round = 0  # the one that is next or under way, for the events
-        self._asked: dict[
-            str, tuple[Sent, str]
-        ] = {}  # greetings under way by id, with the node's time of activation
+        # Greetings under way by id, with the node's time of activation.
+        self._asked: dict[str, tuple[Sent, str]] = {}
         # Nodes (number and time of activation) that were greeted before.
         self._met: set[tuple[int, str]] = set()
         # Nodes, as in `_met`, that are sites but for a line in the file of tokens, which may be

@@ -33,11 +33,8 @@ from allhands.launch import processes
 # Seconds: between two looks at the children; between two tries to reach the server; from asking a
 # child to end to killing it.
 _EVERY, _RETRY, _GRACE = 0.2, 2.0, 5.0
-_FIRST_PAUSE, _LONGEST_PAUSE, _STEADY = (
-    1.0,
-    60.0,
-    60.0,
-)  # before a child is started again; it runs steadily after the last
+# Before a child is started again; it runs steadily after the last.
+_FIRST_PAUSE, _LONGEST_PAUSE, _STEADY = 1.0, 60.0, 60.0
 _SAY_AGAIN = 30.0  # seconds between two lines that say the same
 
 

@@ -62,10 +62,8 @@ class UpdateValidator:
         self._gaps = empty.nonzero().flatten()
         self._own = torch.zeros(0, dtype=torch.int64) if own is None else own.cpu()
         self._size = 1.0
-        self._norms: dict[str, list[list[float]]] = {
-            "before": [],
-            "now": [],
-        }  # norm and steps of each
+        # Norm and steps of each.
+        self._norms: dict[str, list[list[float]]] = {"before": [], "now": []}
 
     def begin(self, weights: torch.Tensor) -> None:
         """A round begins, with this global model: shape ``[length]``."""
