@@ -19,13 +19,7 @@ def is_number(value: Any) -> TypeGuard[int | float]:
 
 
 def check_whole(
-    name: str,
-    value: Any,
-    at_least: int = 1,
-    *,
-    of: str = "",
-    unit: str = "",
-    otherwise: str = "",
+    name: str, value: Any, at_least: int = 1, *, of: str = "", unit: str = "", otherwise: str = ""
 ) -> None:
     """Raise `UserError` unless `value` is a whole number of at least `at_least`.
 

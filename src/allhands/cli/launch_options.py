@@ -180,16 +180,14 @@ Sbatch = Annotated[
     ),
 ]
 Wait = Annotated[
-    bool,
-    typer.Option("--wait", help="Where a job is submitted: show its output until it ends."),
+    bool, typer.Option("--wait", help="Where a job is submitted: show its output until it ends.")
 ]
 Mpirun = Annotated[
     str | None,
     typer.Option(help='More options for the MPI launcher, with --launcher mpi: "--bind-to none".'),
 ]
 Python = Annotated[
-    str | None,
-    typer.Option(help="The Python on the other hosts. Default: the path of this one."),
+    str | None, typer.Option(help="The Python on the other hosts. Default: the path of this one.")
 ]
 Horovod = Annotated[
     bool,

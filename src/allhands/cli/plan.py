@@ -52,8 +52,7 @@ def plan(
         ),
     ] = None,
     measure: Annotated[
-        bool,
-        typer.Option("--measure", help="Time each operation on the device that is here."),
+        bool, typer.Option("--measure", help="Time each operation on the device that is here.")
     ] = False,
     profile: Annotated[
         Path | None,
@@ -78,8 +77,7 @@ def plan(
         ),
     ] = None,
     upload: Annotated[
-        str | None,
-        typer.Option("--upload", help="Likewise, to the server.", show_default=False),
+        str | None, typer.Option("--upload", help="Likewise, to the server.", show_default=False)
     ] = None,
     client_flops: Annotated[
         float | None,

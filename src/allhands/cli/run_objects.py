@@ -18,13 +18,7 @@ from allhands import runner as runners
 from allhands.cli.meshes import strategy_of
 from allhands.cli.named import Choice, among, choice, is_kind, raise_all
 from allhands.cli.own_objects import check_together, is_own
-from allhands.cli.run_data import (
-    check_data,
-    data_options,
-    entry_of,
-    is_text,
-    load_datasets,
-)
+from allhands.cli.run_data import check_data, data_options, entry_of, is_text, load_datasets
 from allhands.cli.run_schedulers import scheduler_choice, scheduler_of, schedulers
 from allhands.config import RunFile
 from allhands.data import catalogue, derive_seed, seed_everything

@@ -45,10 +45,7 @@ def _a_scheduler(
 
 
 def scheduler_of(
-    run_file: RunFile,
-    optimizer: Any,
-    entry: catalogue.Entry | None,
-    workers: Callable[[], int],
+    run_file: RunFile, optimizer: Any, entry: catalogue.Entry | None, workers: Callable[[], int]
 ) -> Any:
     """The scheduler and its period; None where the rate stays."""
     section = run_file.config.scheduler
@@ -94,11 +91,7 @@ def _make_scheduler(
 
 
 def _inner_scheduler(
-    run_file: RunFile,
-    path: tuple[str, ...],
-    given: Any,
-    optimizer: Any,
-    length: Callable[[], int],
+    run_file: RunFile, path: tuple[str, ...], given: Any, optimizer: Any, length: Callable[[], int]
 ) -> Any:
     section = {"name": given} if isinstance(given, str) else given
     if not isinstance(section, Mapping) or not isinstance(section.get("name"), str):

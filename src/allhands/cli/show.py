@@ -21,8 +21,7 @@ _ROWS = 20
 
 def show(
     run: Annotated[
-        Path,
-        typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False),
+        Path, typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False)
     ],
     *,
     rows: Annotated[

@@ -146,7 +146,7 @@ def server_plan(options: ServerOptions, run_file: RunFile) -> str:
     ]
     lines += [
         f"  {options.host}:{options.port}  sites connect here ({secure}); control from this "
-        "machine only",
+        "machine only"
     ]
     if options.page is not None:
         lines += [f"  127.0.0.1:{options.page or 'any'}  the run's page, by a token in its address"]

@@ -43,11 +43,7 @@ def evaluate(
         UserError: names, options, data or the checkpoint cannot be used.
     """
     model, runner = _model(run_file, checkpoint)
-    datasets = {
-        **datasets_of(run_file),
-        "get_datasets_fn": load_some,
-        "loaders": loaders,
-    }
+    datasets = {**datasets_of(run_file), "get_datasets_fn": load_some, "loaders": loaders}
     found: dict[str, dict[str, float]] = runner.evaluate(
         model=model,
         criterion=criterion_of(run_file),

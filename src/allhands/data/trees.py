@@ -16,9 +16,7 @@ def _unchanged(value: Any) -> Any:
 
 
 def map_tensors(
-    value: Any,
-    change: Callable[[torch.Tensor], Any],
-    otherwise: Callable[[Any], Any] = _unchanged,
+    value: Any, change: Callable[[torch.Tensor], Any], otherwise: Callable[[Any], Any] = _unchanged
 ) -> Any:
     """A tree with each of its tensors changed, in containers of the same classes.
 

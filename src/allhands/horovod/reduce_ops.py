@@ -7,16 +7,7 @@ from typing import Any
 
 from allhands.errors import UserError
 
-__all__ = [
-    "ActiveAverage",
-    "Adasum",
-    "Average",
-    "Max",
-    "Min",
-    "Product",
-    "ReduceOp",
-    "Sum",
-]
+__all__ = ["ActiveAverage", "Adasum", "Average", "Max", "Min", "Product", "ReduceOp", "Sum"]
 
 
 class ReduceOp(enum.StrEnum):

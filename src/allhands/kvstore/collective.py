@@ -75,12 +75,7 @@ class CollectiveStore(LocalStore):
         _made += 1
         _open[self._number] = self
         self._calls = SharedCalls(
-            "the workers",
-            range(self.num_workers),
-            self.rank,
-            self._all_of,
-            self._number,
-            _open,
+            "the workers", range(self.num_workers), self.rank, self._all_of, self._number, _open
         )
         atexit.register(self._leave)
 

@@ -137,8 +137,7 @@ def join(store: StoreLinks, names: Sequence[str]) -> None:
                 # A table has one number on all servers.
                 newest[int(number)] = max(version, newest.get(int(number), 0))
         begins = first_rounds(
-            {name: max(newest[one.number] for one in store._pieces[name]) for name in names},
-            late,
+            {name: max(newest[one.number] for one in store._pieces[name]) for name in names}, late
         )
         found = {name for link in store.links for name in link.ask("join", begins=begins)["late"]}
         if not found:

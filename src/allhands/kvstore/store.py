@@ -16,13 +16,7 @@ from allhands.kvstore.shares import Share, Step
 from allhands.kvstore.store_keys import Key, StoreKeys
 from allhands.kvstore.store_modes import Mode
 from allhands.kvstore.store_state import StoreState, read_states, write_states
-from allhands.kvstore.values import (
-    RowSparse,
-    check_first_rows,
-    check_ids,
-    one,
-    several,
-)
+from allhands.kvstore.values import RowSparse, check_first_rows, check_ids, one, several
 
 
 class KVStore(StoreKeys, ABC):

@@ -193,9 +193,7 @@ def _lead(
             task, places, port, run_id=uuid.uuid4().hex[:12], token=wire.new_token()
         )
         first = supervisor.run(
-            [shipment.with_results(here), *elsewhere],
-            must_return=True,
-            scratch=shipment.folders,
+            [shipment.with_results(here), *elsewhere], must_return=True, scratch=shipment.folders
         )
         is_clean = True
         number = supervisor.stopped_by()

@@ -88,6 +88,5 @@ def _part(example: Any, samples: int, divided: int) -> Any:
     if divided == 1:
         return example
     return map_tensors(
-        example,
-        lambda one: one[: samples // divided] if one.dim() and len(one) == samples else one,
+        example, lambda one: one[: samples // divided] if one.dim() and len(one) == samples else one
     )

@@ -12,14 +12,7 @@ from dataclasses import replace
 import torch
 
 from allhands.data import map_tensors
-from allhands.planning.dry_step import (
-    Workload,
-    bound,
-    copies,
-    dry_step,
-    dry_steps,
-    dry_world,
-)
+from allhands.planning.dry_step import Workload, bound, copies, dry_step, dry_steps, dry_world
 from allhands.planning.operation import Operation
 from allhands.planning.step_correction import StepCorrection
 from allhands.planning.step_recorder import UPDATE

@@ -27,12 +27,7 @@ class StepMemory:
 
 
 def begin_step_memory(
-    given: dict[str, Any],
-    strategy: Strategy,
-    workers: int,
-    rank: int,
-    per_host: int,
-    hopper: bool,
+    given: dict[str, Any], strategy: Strategy, workers: int, rank: int, per_host: int, hopper: bool
 ) -> OwnProcess:
     """Have a process of its own plan the memory of a step; its answer is a `StepMemory`.
 

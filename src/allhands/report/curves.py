@@ -7,14 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from allhands.report.figures import (
-    TEXT,
-    fixed_axes,
-    label_below,
-    new_figure,
-    plain,
-    save_figure,
-)
+from allhands.report.figures import TEXT, fixed_axes, label_below, new_figure, plain, save_figure
 from allhands.report.page import pictures
 from allhands.report.svg_curves import metric_svg, value_bounds
 
@@ -34,9 +27,7 @@ _DOTS = 60  # measurements of a curve that are marked each
 
 
 def draw_curves(
-    path: str | Path,
-    at: Mapping[str, Sequence[float]],
-    curves: Mapping[str, Mapping[str, Curve]],
+    path: str | Path, at: Mapping[str, Sequence[float]], curves: Mapping[str, Mapping[str, Curve]]
 ) -> None:
     """Draw a table of measurements into a picture: one axis a metric, one curve a loader.
 
@@ -84,10 +75,7 @@ def curve_pictures(label: str, at: list[float], curves: Mapping[str, Mapping[str
 
 
 def metric_picture(
-    name: str,
-    over: tuple[str, Sequence[float]],
-    loaders: Mapping[str, Curve],
-    whole: bool = True,
+    name: str, over: tuple[str, Sequence[float]], loaders: Mapping[str, Curve], whole: bool = True
 ) -> str:
     """What `draw_metric` draws, as a part of a page; takes no matplotlib."""
     label, places = over

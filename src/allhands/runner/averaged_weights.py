@@ -44,11 +44,7 @@ class AveragedWeights(Callback):
     """
 
     def __init__(
-        self,
-        decay: float | None = 0.999,
-        start: int = 1,
-        every: int = 1,
-        load_at_end: bool = True,
+        self, decay: float | None = 0.999, start: int = 1, every: int = 1, load_at_end: bool = True
     ) -> None:
         if decay is not None and not (is_number(decay) and 0 < decay < 1):
             raise UserError(

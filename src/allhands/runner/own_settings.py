@@ -28,14 +28,7 @@ class OwnTrainSettings(TrainSettings):
 
     @classmethod
     def of(
-        cls,
-        runner: str,
-        *,
-        model: Any,
-        optimizer: Any,
-        scheduler: Any,
-        metrics: Any,
-        **given: Any,
+        cls, runner: str, *, model: Any, optimizer: Any, scheduler: Any, metrics: Any, **given: Any
     ) -> OwnTrainSettings:
         """The settings of the runner that the user calls so.
 

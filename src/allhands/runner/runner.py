@@ -78,9 +78,7 @@ class Runner:
     last_history: History | None = None
 
     def __init__(
-        self,
-        model: nn.Module | Mapping[str, nn.Module] | None = None,
-        device: str | None = None,
+        self, model: nn.Module | Mapping[str, nn.Module] | None = None, device: str | None = None
     ) -> None:
         self.model: Any = model
         self.device = None if device is None else torch.device(device).type
@@ -377,11 +375,7 @@ class Runner:
 
 
 def _train(
-    runner: Runner,
-    settings: TrainSettings,
-    world: World,
-    reporter: Reporter,
-    shipped: bool,
+    runner: Runner, settings: TrainSettings, world: World, reporter: Reporter, shipped: bool
 ) -> History:
     # Each node's task has sent its own data.
     settings.data.same_everywhere = shipped and world.local_world_size == world.world_size

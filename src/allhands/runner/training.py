@@ -303,12 +303,7 @@ class Training(ABC):
         return improved
 
     def _report(
-        self,
-        values: Values,
-        rates: list[float],
-        seconds: float,
-        improved: bool,
-        samples: int = 0,
+        self, values: Values, rates: list[float], seconds: float, improved: bool, samples: int = 0
     ) -> None:
         epoch, settings = self.history["epoch"][-1], self.settings
         by_steps = settings.evaluate_every is not None

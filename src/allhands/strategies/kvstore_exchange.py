@@ -136,9 +136,7 @@ class KVStoreExchange(Exchange):
         """The parameters that take part in this step on some rank."""
         slots, world = self.stored.slots, self.stored.world
         used = torch.tensor(
-            [slot.first.grad is not None for slot in slots],
-            dtype=torch.int32,
-            device=world.device,
+            [slot.first.grad is not None for slot in slots], dtype=torch.int32, device=world.device
         )
         all_reduce_sum([used], world)
         return [slot for slot, ranks in zip(slots, used.tolist(), strict=True) if ranks]

@@ -35,10 +35,7 @@ class LocalSGDExchange(Exchange):
     after_backward = True
 
     def __init__(
-        self,
-        settings: LocalSGDSettings,
-        own: OwnWeights,
-        replicas: LocalReplicas | None = None,
+        self, settings: LocalSGDSettings, own: OwnWeights, replicas: LocalReplicas | None = None
     ) -> None:
         self.replicas = own.replicas = replicas
         if replicas is not None:

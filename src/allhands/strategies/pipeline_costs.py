@@ -59,11 +59,7 @@ def _timed(run: Callable[[Any], Any], value: Any, device: torch.device) -> tuple
 
 
 def measured_on(
-    try_on: TryOn,
-    model: nn.Module,
-    parts: list[Part],
-    pieces: int,
-    device: torch.device,
+    try_on: TryOn, model: nn.Module, parts: list[Part], pieces: int, device: torch.device
 ) -> list[float]:
     """`measured`, on what the runner calls the model with, in the training's precision; the last
     part has the loss too. Random draws are put back.

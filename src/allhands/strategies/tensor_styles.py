@@ -232,9 +232,7 @@ class Split(ABC):
         if not self.sequence:
             return move(part, self.mesh, part.shape, PARTIAL, WHOLE, WHOLE, WHOLE)
         return as_split(
-            move(part, self.mesh, part.shape, PARTIAL, SPLIT, SPLIT, WHOLE),
-            self.mesh,
-            part.shape,
+            move(part, self.mesh, part.shape, PARTIAL, SPLIT, SPLIT, WHOLE), self.mesh, part.shape
         )
 
 

@@ -40,12 +40,7 @@ class Values:
     """
 
     def __init__(
-        self,
-        plain: nn.Module,
-        skeleton: nn.Module,
-        world: World,
-        seed: int,
-        follow: bool = False,
+        self, plain: nn.Module, skeleton: nn.Module, world: World, seed: int, follow: bool = False
     ) -> None:
         self.world, self._follow = world, follow
         # By id, which names a parameter only while it lives; to hold it here would hold a whole

@@ -17,13 +17,7 @@ from allhands.runner import Runner, SupervisedRunner
 from allhands.runner.own_settings import OwnTrainSettings
 from allhands.runner.own_training import OwnTraining
 from allhands.strategies import Strategy
-from allhands.verify.recorded_loop import (
-    Enough,
-    RecordedLoop,
-    RecordedSteps,
-    ScriptRun,
-    call_here,
-)
+from allhands.verify.recorded_loop import Enough, RecordedLoop, RecordedSteps, ScriptRun, call_here
 from allhands.verify.runs import Variation
 from allhands.world import current_world, finalize
 

@@ -288,12 +288,7 @@ def _outside(request: InitRequest, layout: Layout, opened: OpenStore, member: Me
         layout.environment,
     )
     return _State(
-        world,
-        request,
-        made_group=False,
-        store=opened.store,
-        member=member,
-        place=opened.place,
+        world, request, made_group=False, store=opened.store, member=member, place=opened.place
     )
 
 

@@ -12,12 +12,7 @@ import torch
 from allhands.errors import UserError
 from allhands.horovod import basics, engine, reduce_ops
 from allhands.horovod.process_sets import ProcessSet, global_process_set
-from allhands.horovod.tensorflow.bridge import (
-    as_written,
-    derived,
-    differentiable,
-    exchange,
-)
+from allhands.horovod.tensorflow.bridge import as_written, derived, differentiable, exchange
 from allhands.horovod.tensorflow.queries import number_from
 from allhands.horovod.tensorflow.reductions import allreduce
 
