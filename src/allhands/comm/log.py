@@ -78,8 +78,6 @@ def users_line(frame: FrameType | None) -> str:
             break
         frame = frame.f_back
     found = frame or innermost
-    return (
-        f"{found.f_code.co_filename}:{found.f_lineno} in {found.f_code.co_name}"
-        if found is not None
-        else ""
-    )
+    if found is not None:
+        return f"{found.f_code.co_filename}:{found.f_lineno} in {found.f_code.co_name}"
+    return ""

@@ -144,11 +144,9 @@ class InMemoryFeed(Feed):
         return needed <= free // 4  # the model, its gradients and activations need the rest
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[StepBatch]:
-        return (
-            self._read(epoch, skip)
-            if self._is_there()
-            else ahead(self._read(epoch, skip), self.device)
-        )
+        if self._is_there():
+            return self._read(epoch, skip)
+        return ahead(self._read(epoch, skip), self.device)
 
     def _is_there(self) -> bool:
         return all(tensor.device == self.device for tensor in self.tensors)

@@ -84,11 +84,9 @@ def read_error(name: str, error: RuntimeError) -> Exception | None:
     cause = _cause(error)
     if cause is not None:
         return UserError(f"loader '{name}' cannot get a batch from its loader process: {cause}")
-    return (
-        RuntimeError(f"loader '{name}': {error}")
-        if str(error).startswith("DataLoader worker")
-        else None
-    )
+    if str(error).startswith("DataLoader worker"):
+        return RuntimeError(f"loader '{name}': {error}")
+    return None
 
 
 def _cause(error: BaseException) -> str | None:

@@ -187,8 +187,6 @@ def _fingerprint(sample: Any) -> int:
         return zlib.crc32(repr([_fingerprint(value) for value in sample]).encode())
     if isinstance(sample, np.ndarray):
         return zlib.crc32(np.ascontiguousarray(sample).tobytes())
-    return (
-        zlib.crc32(repr(sample).encode())
-        if isinstance(sample, (int, float, str, bytes, bool))
-        else 0
-    )
+    if isinstance(sample, (int, float, str, bytes, bool)):
+        return zlib.crc32(repr(sample).encode())
+    return 0

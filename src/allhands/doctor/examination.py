@@ -323,11 +323,9 @@ class _Examination:
     def _speed(self) -> int | None:
         """Of the slowest chosen interface in Mbit/s; None where one of them is not known."""
         speeds = [one.get("speed") for one in self.chosen.values()]
-        return (
-            min((speed for speed in speeds if speed), default=None)
-            if speeds and all(speeds)
-            else None
-        )
+        if speeds and all(speeds):
+            return min((speed for speed in speeds if speed), default=None)
+        return None
 
     def _folder(self) -> None:
         path, copies = self.request.folder, self.request.copies

@@ -114,11 +114,9 @@ class Distribution:
         if self.values is None and not self.sigma:
             return self.median
         drawn = random.Random(derive_seed(seed, "systems", self.what, client))
-        return (
-            drawn.choice(self.values)
-            if self.values is not None
-            else self.median * math.exp(drawn.gauss(0.0, self.sigma))
-        )
+        if self.values is not None:
+            return drawn.choice(self.values)
+        return self.median * math.exp(drawn.gauss(0.0, self.sigma))
 
 
 class Systems:
@@ -248,11 +246,9 @@ class Systems:
             return 0.0, math.inf
         phase = random.Random(derive_seed(self.seed, "phase", client)).random() * self.period
         place = (now + phase) % self.period
-        return (
-            (0.0, length - place)
-            if place < length
-            else (self.period - place, self.period - place + length)
-        )
+        if place < length:
+            return (0.0, length - place)
+        return (self.period - place, self.period - place + length)
 
     def trip(self, client: int, round_: int, now: float) -> Trip:
         """A client's part in a round that begins for it at `now`."""

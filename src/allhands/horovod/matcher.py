@@ -250,11 +250,9 @@ class Matcher:
         return ""
 
     def _call(self, key: Key) -> str:
-        return (
-            key[1]
-            if key[0] == GLOBAL_SET
-            else f"{key[1]} in the process set of {ranks_text(self.sets[key[0]])}"
-        )
+        if key[0] == GLOBAL_SET:
+            return key[1]
+        return f"{key[1]} in the process set of {ranks_text(self.sets[key[0]])}"
 
     def _stalled(self, key: Key, pending: _Pending, missing: list[int], age: float) -> str:
         waits = []

@@ -355,11 +355,9 @@ class ServedStore(ServedSteps):
     ) -> Step:
         step, meta, involved = self._begin([], share, groups, None, [name], wait)
         self._send_rows(name, value, meta)
-        return (
-            self._finish(step, involved, PendingReply(0), [name])
-            if wait
-            else Step(step >> 32, self.num_workers)
-        )
+        if wait:
+            return self._finish(step, involved, PendingReply(0), [name])
+        return Step(step >> 32, self.num_workers)
 
     def _send_rows(self, name: str, value: torch.Tensor, meta: int) -> None:
         ids, rows = value._indices()[0].cpu(), value._values().cpu()

@@ -94,11 +94,9 @@ def gpus() -> int:
         )
     except (OSError, subprocess.SubprocessError):
         return 0
-    return (
-        sum(line.startswith("GPU ") for line in answer.stdout.splitlines())
-        if answer.returncode == 0
-        else 0
-    )
+    if answer.returncode == 0:
+        return sum(line.startswith("GPU ") for line in answer.stdout.splitlines())
+    return 0
 
 
 def _stat(pid: int) -> list[str] | None:

@@ -22,11 +22,9 @@ def text_of(error: BaseException) -> str:
     place = _users_line(whole)
     left_out = 0 if os.environ.get(FULL, "0") not in ("", "0") else _leave_out(whole)
     text = place + "".join(whole.format())
-    return (
-        text + f"({left_out} frames of allhands are left out; {FULL}=1 shows them)\n"
-        if left_out
-        else text
-    )
+    if left_out:
+        return text + f"({left_out} frames of allhands are left out; {FULL}=1 shows them)\n"
+    return text
 
 
 def _leave_out(told: traceback.TracebackException | None) -> int:

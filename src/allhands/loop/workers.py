@@ -51,11 +51,9 @@ class Plan:
     @property
     def world_size(self) -> int:
         """How many processes take part."""
-        return (
-            sum(self.rendezvous.counts)
-            if self.rendezvous is not None
-            else self.count or world_around() or 1
-        )
+        if self.rendezvous is not None:
+            return sum(self.rendezvous.counts)
+        return self.count or world_around() or 1
 
     def run(
         self,

@@ -89,11 +89,9 @@ def fitting(
     """
     if output_key is not None and not _takes_whole(criterion):
         handle_batch = _Chosen(handle_batch, output_key)
-    return (
-        _Fitting(handle_batch, say)
-        if criterion is not None and LossRule(criterion).elementwise
-        else handle_batch
-    )
+    if criterion is not None and LossRule(criterion).elementwise:
+        return _Fitting(handle_batch, say)
+    return handle_batch
 
 
 class _Chosen:

@@ -124,11 +124,9 @@ class DDP(Strategy):
                 "compress='bf16' does not"
             )
         sparse = next((name for name, module in model.named_modules() if is_sparse(module)), None)
-        return (
-            None
-            if sparse is None
-            else f"'{sparse}' has sparse gradients; make it with sparse=False"
-        )
+        if sparse is None:
+            return None
+        return f"'{sparse}' has sparse gradients; make it with sparse=False"
 
     def check(self, world: World) -> None:
         if self.sync_batchnorm and world.world_size > 1 and world.device.type != "cuda":

@@ -74,11 +74,9 @@ class KVStore(KVStoreSettings, Strategy):
             )
 
     def over_batch_refused(self, workers: int) -> str | None:
-        return (
-            f"with mode={self.mode!r} workers do not wait for one another; write KVStore()"
-            if self.alone
-            else None
-        )
+        if self.alone:
+            return f"with mode={self.mode!r} workers do not wait for one another; write KVStore()"
+        return None
 
     def servers_to_start(self) -> int:
         if self.alone and not self.servers:

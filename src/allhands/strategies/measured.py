@@ -48,11 +48,9 @@ def candidates_for(gradients: int) -> list[float | None]:
     sizes = sorted(float(cap or _USUAL) for cap in CANDIDATES)
     # The smallest that holds all in one bucket does what larger ones do.
     enough = next((size for size in sizes if size >= megabytes), sizes[-1])
-    return (
-        [cap for cap in CANDIDATES if cap is None or cap <= enough]
-        if megabytes > sizes[0]
-        else [None]
-    )
+    if megabytes > sizes[0]:
+        return [cap for cap in CANDIDATES if cap is None or cap <= enough]
+    return [None]
 
 
 def fastest(

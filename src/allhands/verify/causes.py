@@ -254,8 +254,6 @@ def _nothing_confirmed(case: Case) -> str:
 
 
 def _measured(finding: Difference) -> str:
-    return (
-        finding.what
-        if math.isnan(finding.difference)
-        else f"{finding.what}: {finding.difference:.1e}"
-    )
+    if math.isnan(finding.difference):
+        return finding.what
+    return f"{finding.what}: {finding.difference:.1e}"

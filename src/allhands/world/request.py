@@ -135,8 +135,6 @@ def seconds_of(timeout: timedelta | float | None) -> float | None:
 def device_name(device: str | int | torch.device | None) -> str:
     if device is None:
         return "auto"
-    return (
-        f"cuda:{device}"
-        if isinstance(device, int) and not isinstance(device, bool)
-        else str(device)
-    )
+    if isinstance(device, int) and not isinstance(device, bool):
+        return f"cuda:{device}"
+    return str(device)

@@ -169,11 +169,9 @@ class BaseClient:
         self.pre_test()
         measured = self.test(conf, self.device)
         self.post_test()
-        return (
-            dict(measured)
-            if measured
-            else {"loss": float(self.test_loss), "accuracy": float(self.test_accuracy)}
-        )
+        if measured:
+            return dict(measured)
+        return {"loss": float(self.test_loss), "accuracy": float(self.test_accuracy)}
 
     def pre_test(self) -> None:
         """Before `test`."""

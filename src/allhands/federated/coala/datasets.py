@@ -39,11 +39,9 @@ class FederatedDataset:
 
     @property
     def users(self) -> list[str]:
-        return (
-            []
-            if self.clients is None
-            else [self.clients.name(client) for client in range(len(self.clients))]
-        )
+        if self.clients is None:
+            return []
+        return [self.clients.name(client) for client in range(len(self.clients))]
 
     def size(self, cid: str | None = None) -> int:
         """Samples of a client, or of all."""

@@ -227,11 +227,9 @@ class BaseServer:
 
     def get_test_clients(self) -> Sequence[BaseClient]:
         """The clients that test: the cohort, or all with ``server.test_all``."""
-        return (
-            self._clients
-            if self.conf.server.test_all or not self.selected_clients
-            else self.selected_clients
-        )
+        if self.conf.server.test_all or not self.selected_clients:
+            return self._clients
+        return self.selected_clients
 
     def post_test(self) -> None:
         """After `test`."""

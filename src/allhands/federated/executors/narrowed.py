@@ -79,8 +79,6 @@ class _Casts(TorchFunctionMode):
 
 
 def _narrow(value: Any) -> Any:
-    return (
-        value.bfloat16()
-        if isinstance(value, torch.Tensor) and value.dtype == torch.float32
-        else value
-    )
+    if isinstance(value, torch.Tensor) and value.dtype == torch.float32:
+        return value.bfloat16()
+    return value

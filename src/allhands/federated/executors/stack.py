@@ -154,11 +154,9 @@ class Stack:
             buffer.flatten(1) if buffer.dim() > 1 else buffer[:, None]
             for buffer in self._integers.values()
         ]
-        return (
-            torch.cat([part.to(torch.int64) for part in parts], 1)
-            if parts
-            else self._keys.new_zeros(len(self.rows), 0).long()
-        )
+        if parts:
+            return torch.cat([part.to(torch.int64) for part in parts], 1)
+        return self._keys.new_zeros(len(self.rows), 0).long()
 
     def prepare(self, width: int) -> None:
         """Make ready for batches of `width` samples; recording one overwrites the rows."""

@@ -50,11 +50,9 @@ def differs_from_alone(work: ExecutorContext, server: Server) -> str | None:
             )
         except Exception as error:
             return f"its step cannot be batched over clients ({error})"
-    return (
-        None
-        if found is None
-        else f"batched over clients by torch.func.vmap, {found} comes out as another value"
-    )
+    if found is None:
+        return None
+    return f"batched over clients by torch.func.vmap, {found} comes out as another value"
 
 
 def _as_float64(work: ExecutorContext, server: Server) -> tuple[ExecutorContext, Server]:

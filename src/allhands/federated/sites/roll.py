@@ -111,11 +111,9 @@ class Roll:
         there = self.present.get(sent.site)
         if there is None:
             return "it has left in mid-round"
-        return (
-            "it was started anew in mid-round"
-            if there.node != sent.node or there.at > sent.at
-            else ""
-        )
+        if there.node != sent.node or there.at > sent.at:
+            return "it was started anew in mid-round"
+        return ""
 
     # ------------------------------------------------------------------ looking
 
@@ -272,11 +270,9 @@ class Roll:
 
     def _taken(self, site: str, there: Present) -> str | None:
         other = self.present.get(site)
-        return (
-            None
-            if other is None or other.node == there.node
-            else f"another node is connected as '{site}'"
-        )
+        if other is None or other.node == there.node:
+            return None
+        return f"another node is connected as '{site}'"
 
     def _put_aside(self, site: str, there: Present) -> None:
         self._turn_away(there.node, there.since)

@@ -276,11 +276,9 @@ def check_token(path: Path | str, site: str, proof: str | None, challenge: str) 
         )
     if not given:
         return f"it has no token; start the site with --token-file FILE, or with {TOKEN} set"
-    return (
-        None
-        if right
-        else "its token is not the one in the server's file (--tokens); give the site the right one"
-    )
+    if right:
+        return None
+    return "its token is not the one in the server's file (--tokens); give the site the right one"
 
 
 def _read_while_edited(path: Path | str) -> dict[str, str]:

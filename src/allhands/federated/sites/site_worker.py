@@ -396,11 +396,9 @@ class SiteWorker:
         """The highest class that the site has samples of; -1 where targets are no classes, or
         cannot be seen at once."""
         targets = self.samples.targets()
-        return (
-            -1
-            if targets is None or targets.dim() != 1 or targets.is_floating_point()
-            else int(targets.max())
-        )
+        if targets is None or targets.dim() != 1 or targets.is_floating_point():
+            return -1
+        return int(targets.max())
 
     def _reply(self, config: dict[str, Any], figures: dict[str, float] | None = None) -> RecordDict:
         reply = RecordDict({"allhands": ConfigRecord({**config, "site": self.name})})
