@@ -40,10 +40,9 @@ def certificates(
         trial.ALLOWED: "the list of sites, for the server (--sites)",
     }
     for path in made:
-        site_key = (
-            "the site's public key, as in the list"
-            if path.suffix == ".pub"
-            else "secret: for this site alone (--key)"
-        )
+        if path.suffix == ".pub":
+            site_key = "the site's public key, as in the list"
+        else:
+            site_key = "secret: for this site alone (--key)"
         print(f"{path}\n    {what.get(path.name, site_key)}")
     return 0

@@ -170,11 +170,10 @@ def _read(words: list[str], arity: Mapping[str, int]) -> _Found:
         position += 1
         if name in _REFUSED:
             raise UserError(f"horovodrun's {name} is not possible here; {_REFUSED[name]}")
-        takes = (
-            1
-            if name in _SAME
-            else _WITHOUT_EFFECT.get(name, 0 if name in _FLAGS else arity.get(name, -1))
-        )
+        if name in _SAME:
+            takes = 1
+        else:
+            takes = _WITHOUT_EFFECT.get(name, 0 if name in _FLAGS else arity.get(name, -1))
         if takes < 0:
             if len(word) > 2 and word[:2] in arity and not word.startswith("--"):  # -n4
                 found.own.append(word)

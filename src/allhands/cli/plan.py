@@ -52,7 +52,8 @@ def plan(
         ),
     ] = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Time each operation on the device that is here.")
+        bool,
+        typer.Option("--measure", help="Time each operation on the device that is here."),
     ] = False,
     profile: Annotated[
         Path | None,
@@ -77,7 +78,8 @@ def plan(
         ),
     ] = None,
     upload: Annotated[
-        str | None, typer.Option("--upload", help="Likewise, to the server.", show_default=False)
+        str | None,
+        typer.Option("--upload", help="Likewise, to the server.", show_default=False),
     ] = None,
     client_flops: Annotated[
         float | None,

@@ -273,11 +273,10 @@ def verify(
             lambda: objects_of(run_file, lambda: fewest), own, workers, steps, given.device
         )
     entry = entry_of(run_file)
-    names = (
-        strategies
-        if strategies is not None
-        else [own.name if own.name not in ("single", "dp") else "ddp"]
-    )
+    if strategies is not None:
+        names = strategies
+    else:
+        names = [own.name if own.name not in ("single", "dp") else "ddp"]
     found: Report = compare(
         runner=runner_of(run_file),
         strategies=[own if name == own.name else strategy_named(name) for name in names],

@@ -42,11 +42,10 @@ def schema_of_runs() -> dict[str, Any]:
     for section in ("Data", "Loop", *known):
         names = known.get(section, {})
         # A name alone is short for a section.
-        text = (
-            {"type": "string", "anyOf": [{"enum": _spellings(names)}, {}]}
-            if names
-            else {"type": "string"}
-        )
+        if names:
+            text = {"type": "string", "anyOf": [{"enum": _spellings(names)}, {}]}
+        else:
+            text = {"type": "string"}
         sections[section] = {"anyOf": [text, _with_options(sections[section], names)]}
     return made
 

@@ -45,11 +45,10 @@ class LoaderFeed(Feed):
         self.seed = seed
         self.device = device
         workers = options.get("num_workers", 0)
-        self.kind = (
-            f"{workers} loader process{'es' if workers != 1 else ''}"
-            if workers
-            else "read in the worker itself"
-        )
+        if workers:
+            self.kind = f"{workers} loader process{'es' if workers != 1 else ''}"
+        else:
+            self.kind = "read in the worker itself"
         self._batches = _RankBatches()
         self._generator = torch.Generator()
         options = with_processes(name, options)

@@ -46,11 +46,10 @@ class SideStream:
         def copy(tensor: torch.Tensor) -> torch.Tensor:
             if not is_copied(tensor):
                 return tensor
-            pinned = (
-                tensor
-                if tensor.is_pinned()
-                else torch.empty_like(tensor, pin_memory=True).copy_(tensor)
-            )
+            if tensor.is_pinned():
+                pinned = tensor
+            else:
+                pinned = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
             copies.append(pinned.to(self._device, non_blocking=True))
             return copies[-1]
 

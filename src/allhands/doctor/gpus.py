@@ -203,11 +203,10 @@ def _one(host: str, gpu: Gpu, users: list[str]) -> list[Finding]:
         return trouble
     taken = gpu.total - gpu.free
     if users or taken > _TAKEN * gpu.total:
-        who = (
-            ", ".join(users)
-            if users
-            else "a process that is not seen from here (of another user or container)"
-        )
+        if users:
+            who = ", ".join(users)
+        else:
+            who = "a process that is not seen from here (of another user or container)"
         what = f"GPU {gpu.index}: {taken} of {gpu.total} MiB are taken by {who}"
         advice = (
             "both will be slower and may run out of memory: wait, end it, or choose others "
@@ -236,11 +235,10 @@ def usable(host: str, facts: Facts) -> int:
     visible = facts["variables"].get("CUDA_VISIBLE_DEVICES")
     if any(finding.status == "problem" for finding in (what, *trouble)):
         return 0
-    named = (
-        None
-        if visible is None
-        else len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1")])
-    )
+    if visible is None:
+        named = None
+    else:
+        named = len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1")])
     return int(what.values["count"] if named is None else min(named, what.values["count"]))
 
 

@@ -42,11 +42,10 @@ def folder(host: str, told: Facts, *, made_by_launch: bool) -> Finding:
             f"{used}`)"
         )
         return result("problem", f"{used} cannot be written: {told['error']}", advice, values)
-    found = (
-        f"{path}: can be written, {size(told['free'])} free"
-        if told["exists"]
-        else f"{path} will be made in {used}"
-    )
+    if told["exists"]:
+        found = f"{path}: can be written, {size(told['free'])} free"
+    else:
+        found = f"{path} will be made in {used}"
     found += f" ({told['type']})" if told["type"] else ""
     if told["files_free"] is not None and told["files_free"] < 1000:
         advice = "delete files: the file system has room, but can hold no more of them (`df -i`)"

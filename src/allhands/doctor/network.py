@@ -257,11 +257,10 @@ def all_reduce(told: dict[str, Any], ranks: int, hosts: int, link_rate: float | 
         f"{rates[largest] / 1e9:.3g} GB/s"
     )
     if expected is None:
-        where = (
-            "all on one host, so there is no link to compare with"
-            if hosts == 1
-            else "what the link should give is not known"
-        )
+        if hosts == 1:
+            where = "all on one host, so there is no link to compare with"
+        else:
+            where = "what the link should give is not known"
         return result("ok", f"{found}; {where}", values=values)
     found += f" of {expected / 1e9:.3g} GB/s that the link should give"
     if rates[largest] >= FAIR_SHARE * expected:

@@ -164,11 +164,10 @@ class Failures:
         """
         if not jobs:
             raise error
-        text = (
-            str(error)
-            if isinstance(error, AllhandsError)
-            else "".join(traceback.format_exception(error)).rstrip()
-        )
+        if isinstance(error, AllhandsError):
+            text = str(error)
+        else:
+            text = "".join(traceback.format_exception(error)).rstrip()
         self._told[jobs[0].slot] = _FATAL, text, isinstance(error, UserError)
         self._end(error)
 

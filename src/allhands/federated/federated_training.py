@@ -105,11 +105,10 @@ def train(
             copy.deepcopy(model), local, strategy.algorithm, samples, clients, settings.seed
         )
         team = Team.of(world, strategy.devices_per_client)
-        executor = (
-            make_executor(strategy.executor, work, server)
-            if team.size == 1
-            else Shared(work, server, team)
-        )
+        if team.size == 1:
+            executor = make_executor(strategy.executor, work, server)
+        else:
+            executor = Shared(work, server, team)
         rounds = made_rounds(
             strategy,
             work,

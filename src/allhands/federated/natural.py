@@ -114,11 +114,10 @@ def _arrays(
     folder = data_root(root)
     path = None if folder is None else Path(folder, name)
     if path is None or not path.is_file():
-        where = (
-            f"{ROOT_VARIABLE} is not set and root= was not given"
-            if path is None
-            else f"there is no {path}"
-        )
+        if path is None:
+            where = f"{ROOT_VARIABLE} is not set and root= was not given"
+        else:
+            where = f"there is no {path}"
         raise UserError(
             f"{where}; put {name} with the arrays {', '.join(keys)} into a folder, and name it by "
             f"{ROOT_VARIABLE}"

@@ -326,11 +326,10 @@ def _named(given: dict[str, Any], samples: Samples, clients: int | None, seed: i
     if "targets" in takes:
         targets = samples.targets()
         if targets is None or targets.dim() != 1 or targets.is_floating_point():
-            what = (
-                "does not show its targets"
-                if targets is None
-                else f"has targets of shape {list(targets.shape)}, {targets.dtype}"
-            )
+            if targets is None:
+                what = "does not show its targets"
+            else:
+                what = f"has targets of shape {list(targets.shape)}, {targets.dtype}"
             raise UserError(
                 f"partition={name!r} goes by classes, and the data set {what}; give it an "
                 "attribute `targets` with one integer a sample, or partition= a list of index lists"

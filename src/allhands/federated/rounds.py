@@ -324,13 +324,8 @@ class Rounds:
         # Weights that come to about 1 over the cohort, see `Sums`.
         scale = 1.0 / max(1.0, float(sum(self.clients.size(client) for client in cohort)))
         lengths = self.summed()
-        sums = Sums(
-            lengths,
-            max(1, len(cohort)),
-            (*FIGURES, *self.algorithm.figures()),
-            scale,
-            self.server.device,
-        )
+        named = (*FIGURES, *self.algorithm.figures())
+        sums = Sums(lengths, max(1, len(cohort)), named, scale, self.server.device)
         self._train_all(jobs, sums)
         calls.note(("round", round_ + 1))
         sums.exchange(self.world)
@@ -367,11 +362,8 @@ class Rounds:
             )
         self.history["skipped"].append(self.clients.called(skipped))
         for name in ("failed", "retried"):
-            self.history[name].append(
-                self.clients.called(
-                    [cohort[slot] for slot in figures[name].nonzero().flatten().tolist()]
-                )
-            )
+            slots = figures[name].nonzero().flatten().tolist()
+            self.history[name].append(self.clients.called([cohort[slot] for slot in slots]))
         self.history["unchanged"].append(unchanged)
         self.server.round += 1
         values = self.evaluate() if self.due(round_) else {}
@@ -427,11 +419,10 @@ class Rounds:
         seconds: float,
     ) -> None:
         weights = figures["ok"] * figures["samples"]
-        loss = (
-            float((figures["loss"] * weights).sum() / weights.sum())
-            if float(weights.sum())
-            else float("nan")
-        )
+        if float(weights.sum()):
+            loss = float((figures["loss"] * weights).sum() / weights.sum())
+        else:
+            loss = float("nan")
         self.history["round"].append(round_)
         self.history["seconds"].append(seconds)
         self.history["cohort"].append(self.clients.called(cohort))

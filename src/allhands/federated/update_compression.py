@@ -193,11 +193,10 @@ class Traffic:
             )
         width = server.weights.element_size()
         shared = 1.0 if algorithm.shares else 0.0
-        update = (
-            plain_bytes(server)
-            if compression is None
-            else compression.sent(server) + 8 * len(server.integers)
-        )
+        if compression is None:
+            update = plain_bytes(server)
+        else:
+            update = compression.sent(server) + 8 * len(server.integers)
         self.up = shared * update + width * sends
         self.down = shared * plain_bytes(server) + width * gets
 

@@ -77,11 +77,10 @@ class CoordinatorLink:
                 if number is not None:
                     self._known.move_to_end(known)
                     return self._send({"again": number})
-                number = (
-                    self._known.popitem(last=False)[1]
-                    if len(self._known) >= self._slots
-                    else len(self._known)
-                )
+                if len(self._known) >= self._slots:
+                    number = self._known.popitem(last=False)[1]
+                else:
+                    number = len(self._known)
                 self._known[known] = number
             return self._send({"ask": ask.message(), "key": key, "number": number})
 

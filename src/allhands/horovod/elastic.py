@@ -193,11 +193,10 @@ def _folder() -> Path | None:
         return None
     given = os.environ.get(FOLDER)
     memory = Path("/dev/shm")
-    base = (
-        Path(given)
-        if given
-        else memory
-        if os.access(memory, os.W_OK)
-        else Path(tempfile.gettempdir())
-    )
+    if given:
+        base = Path(given)
+    elif os.access(memory, os.W_OK):
+        base = memory
+    else:
+        base = Path(tempfile.gettempdir())
     return base / f"allhands-elastic-{os.getuid()}-{run_id}"

@@ -146,11 +146,10 @@ class Operations(ABC):
         """
         _need_rows("alltoall", [tensor])
         size = process_set.size()
-        given = (
-            [int(number) for number in splits]
-            if splits is not None
-            else [len(tensor) // size] * size
-        )
+        if splits is not None:
+            given = [int(number) for number in splits]
+        else:
+            given = [len(tensor) // size] * size
         if len(given) != size or min(given) < 0 or sum(given) != len(tensor):
             raise UserError(
                 f"alltoall: the splits {given} of {len(tensor)} rows over {size} ranks; set splits "

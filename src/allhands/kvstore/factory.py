@@ -52,11 +52,10 @@ def create(name: str = "local", **options: Any) -> KVStore:
         )
     if options:
         given = ", ".join(f"{option}={value!r}" for option, value in options.items())
-        why = (
-            "this job has none (`allhands launch -s 1 …` starts them)"
-            if mode.distributed
-            else f"'{name}' never has any"
-        )
+        if mode.distributed:
+            why = "this job has none (`allhands launch -s 1 …` starts them)"
+        else:
+            why = f"'{name}' never has any"
         raise UserError(
             f"create('{name}', {given}): options are for stores with servers, and {why}; leave "
             "them out"

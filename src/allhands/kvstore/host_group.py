@@ -158,11 +158,10 @@ class HostGroup:
         """The leader's data; the others pass None."""
         count = torch.tensor([len(data or b"")])
         self.spread(count)
-        values = (
-            torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            if data
-            else torch.empty(int(count), dtype=torch.uint8)
-        )
+        if data:
+            values = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        else:
+            values = torch.empty(int(count), dtype=torch.uint8)
         self.spread(values)
         return bytes(values.numpy())
 

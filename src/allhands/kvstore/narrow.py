@@ -126,11 +126,10 @@ class Narrow:
                 failed = str(error)
                 break
         # After a first byte of 1 come the words of an error, which all ranks raise.
-        body = (
-            torch.frombuffer(bytearray(b"\x01" + failed.encode()), dtype=torch.uint8)
-            if failed
-            else torch.cat(encoded)
-        )
+        if failed:
+            body = torch.frombuffer(bytearray(b"\x01" + failed.encode()), dtype=torch.uint8)
+        else:
+            body = torch.cat(encoded)
         received = swap([body] * self._workers)
         for rank, data in enumerate(received):
             if data[0]:

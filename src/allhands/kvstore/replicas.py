@@ -70,11 +70,10 @@ class Replicas(nn.Module):
         device = _device_of((args, kwargs))
         replica = self.__dict__["_by_device"].get(device)
         if replica is None:
-            found = (
-                "no tensor was passed"
-                if device is None
-                else f"the first tensor passed is on {device}"
-            )
+            if device is None:
+                found = "no tensor was passed"
+            else:
+                found = f"the first tensor passed is on {device}"
             raise UserError(
                 f"which replica? {found}, and there are replicas on "
                 f"{', '.join(map(str, self.devices))}; cut the batch with "

@@ -195,11 +195,10 @@ class ServedStore(ServedSteps):
         step, involved, pending = self._send(dense, staged, share, told, clip_norm, rows=together)
         if clip_norm is not None:
             self._clip(step, involved, pending, clip_norm)
-        taken = (
-            self._finish(step, involved, pending, together)
-            if dense or together
-            else Step(0, self.num_workers)
-        )
+        if dense or together:
+            taken = self._finish(step, involved, pending, together)
+        else:
+            taken = Step(0, self.num_workers)
         for name, grad in merged.items():
             if name not in together:
                 taken = replace(self._push_rows(name, grad, share, told), staleness=taken.staleness)

@@ -49,11 +49,10 @@ class StoreKeys:
         if not isinstance(key, (list, tuple)):
             return [(names[0], value)]
         if not isinstance(value, (list, tuple)) or len(value) != len(names):
-            found = (
-                f"a list of {len(value)}"
-                if isinstance(value, (list, tuple))
-                else f"a {type(value).__name__}"
-            )
+            if isinstance(value, (list, tuple)):
+                found = f"a list of {len(value)}"
+            else:
+                found = f"a {type(value).__name__}"
             raise UserError(
                 f"for {len(names)} keys there must be a list of {len(names)} values, not {found}"
             )

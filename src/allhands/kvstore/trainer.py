@@ -250,11 +250,10 @@ class Trainer:
         for slot in self._slots:
             if slot.name in grads:
                 for one in slot.replicas:
-                    one.grad = (
-                        grads[slot.name]
-                        if one is slot.first
-                        else grads[slot.name].to(one.device, copy=True)
-                    )
+                    if one is slot.first:
+                        one.grad = grads[slot.name]
+                    else:
+                        one.grad = grads[slot.name].to(one.device, copy=True)
         self._reduced = True
 
     def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
@@ -412,11 +411,10 @@ class Trainer:
 
         The weights are the net's; save them with torch.save(net.state_dict(), …).
         """
-        state = (
-            self._store.state()
-            if self._on_store
-            else state_of(self._optimizer, self._slots, self._num_update)
-        )
+        if self._on_store:
+            state = self._store.state()
+        else:
+            state = state_of(self._optimizer, self._slots, self._num_update)
         if self._store.rank == 0:
             write_states(fname, state, written_spec(self._optimizer, self._spec))
         self._store.barrier()

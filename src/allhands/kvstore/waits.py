@@ -134,11 +134,10 @@ class Waits:
         paths: dict[int, list[tuple[int, Need]]] = {first: []}
         for rank in (ranks := [first]):
             for other in sorted(self._waits):
-                need = (
-                    self._lacks(rank, other)
-                    if other != rank and (other == first or other not in paths)
-                    else None
-                )
+                if other != rank and (other == first or other not in paths):
+                    need = self._lacks(rank, other)
+                else:
+                    need = None
                 if need is None:
                     continue
                 path = [*paths[rank], (rank, need)]

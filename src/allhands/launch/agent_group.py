@@ -107,11 +107,10 @@ class AgentGroup(ABC):
             late = time.monotonic() > deadline
             for agent in agents:
                 if kind not in agent.answers and (agent.lost or late):
-                    why = (
-                        agent.why_gone()
-                        if agent.lost
-                        else f"it did not answer within {timeout:.0f} s"
-                    )
+                    if agent.lost:
+                        why = agent.why_gone()
+                    else:
+                        why = f"it did not answer within {timeout:.0f} s"
                     raise WorkerError(
                         f"the agent on {agent.host} failed before any worker was started: {why}"
                     )

@@ -385,11 +385,10 @@ class Job:
         )
         least = self.options.min_workers
         if least is None or left < least or not left:
-            need = (
-                "all are needed (--min-workers lets it go on with fewer)"
-                if least is None
-                else f"{least} are needed"
-            )
+            if least is None:
+                need = "all are needed (--min-workers lets it go on with fewer)"
+            else:
+                need = f"{least} are needed"
             raise WorkerError(f"{gone}; workers left: {left}, and {need}", exit_code=1)
         self._say(
             f"{gone}; going on with {left} workers, and with all of them as soon as it is back"

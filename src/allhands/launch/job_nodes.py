@@ -89,12 +89,11 @@ def other_version(own: Mapping[str, str], firsts: Mapping[str, str]) -> tuple[st
 def ranks_of(first: int, place: HostPart) -> str:
     """`ranks 2-3, server 1`: what runs on a host whose first rank is `first`."""
     last = first + place.workers - 1
-    words = (
-        []
-        if not place.workers
-        else [f"rank {first}"]
-        if place.workers == 1
-        else [f"ranks {first}-{last}"]
-    )
+    if not place.workers:
+        words = []
+    elif place.workers == 1:
+        words = [f"rank {first}"]
+    else:
+        words = [f"ranks {first}-{last}"]
     words += [f"server {number}" for number in place.servers]
     return ", ".join(words)

@@ -36,11 +36,10 @@ def as_python(task: dict[str, Any]) -> dict[str, Any]:
     It then starts without importing torch once more, sends heartbeats, and its exceptions are told.
     """
     words = task.get("program", [])
-    found = (
-        shutil.which(words[0])
-        if len(words) > 1 and os.path.basename(words[0]).startswith("python")
-        else None
-    )
+    if len(words) > 1 and os.path.basename(words[0]).startswith("python"):
+        found = shutil.which(words[0])
+    else:
+        found = None
     if found is None or not _is_this_python(found):
         return task
     rest = {name: value for name, value in task.items() if name != "program"}

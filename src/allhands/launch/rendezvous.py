@@ -52,11 +52,10 @@ class Rendezvous:
         """Each node's part of the job, with one of the `servers` a node in turn; the network
         interface is this node's own."""
         name = interface_with(_plain(self.links[0].getsockname()[0]))
-        defaults = (
-            dict.fromkeys(INTERFACE_VARIABLES, name)
-            if name and not is_loopback(self.address)
-            else {}
-        )
+        if name and not is_loopback(self.address):
+            defaults = dict.fromkeys(INTERFACE_VARIABLES, name)
+        else:
+            defaults = {}
         return [
             HostPart(
                 count,

@@ -142,11 +142,10 @@ def _pickler_class(with_torch: bool) -> Any:
         def reducer_override(self, value: Any) -> Any:
             # Modules that replace themselves by an object of a class of their own
             # (torch.backends.cudnn) are still found by name.
-            name = (
-                value.__name__
-                if isinstance(value, types.ModuleType) and type(value) is not types.ModuleType
-                else ""
-            )
+            if isinstance(value, types.ModuleType) and type(value) is not types.ModuleType:
+                name = value.__name__
+            else:
+                name = ""
             if name and sys.modules.get(name) is value:
                 return importlib.import_module, (name,)
             parametrize = sys.modules.get("torch.nn.utils.parametrize")

@@ -184,11 +184,10 @@ def _lead(
             if supervisor.signals:  # the agent got one
                 raise SystemExit(128 + supervisor.signals[0]) from None
             raise
-        places = (
-            rendezvous.places(servers)
-            if rendezvous is not None
-            else [HostPart(workers, range(servers), LOOPBACK)]
-        )
+        if rendezvous is not None:
+            places = rendezvous.places(servers)
+        else:
+            places = [HostPart(workers, range(servers), LOOPBACK)]
         here, *elsewhere = tasks_of(
             task, places, port, run_id=uuid.uuid4().hex[:12], token=wire.new_token()
         )

@@ -318,11 +318,10 @@ def _describe(error: BaseException) -> dict[str, Any]:
     from allhands.launch.user_traceback import text_of
 
     kind = type(error)
-    name = (
-        kind.__qualname__
-        if kind.__module__ in {"builtins", "__main__"}
-        else f"{kind.__module__}.{kind.__qualname__}"
-    )
+    if kind.__module__ in {"builtins", "__main__"}:
+        name = kind.__qualname__
+    else:
+        name = f"{kind.__module__}.{kind.__qualname__}"
     try:
         message = str(error)
     except Exception:

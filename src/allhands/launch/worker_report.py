@@ -280,11 +280,10 @@ def describe(
     stopped = [worker for worker in others if worker.stop_at is not None and worker not in failed]
     killed = [worker for worker in stopped if worker.exit == {"signal": int(signal.SIGKILL)}]
     if stopped:
-        ended = (
-            f"; {_ranks(killed)} did not end within {grace:g} s of SIGTERM and got SIGKILL"
-            if killed
-            else ""
-        )
+        if killed:
+            ended = f"; {_ranks(killed)} did not end within {grace:g} s of SIGTERM and got SIGKILL"
+        else:
+            ended = ""
         lines.append(f"  stopped because of it: {_ranks(stopped)}{ended}")
     if log_path is not None:
         lines.append(f"  everything it printed: {log_path}")

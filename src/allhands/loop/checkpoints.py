@@ -160,11 +160,10 @@ class Checkpoints(ABC):
         told = ""
         if self.loop.world.rank == 0:
             mark = self.folder / _JOB_FILE
-            names = (
-                mark.read_text().splitlines()
-                if mark.is_file() and checkpoint.found_in(self.folder)
-                else []
-            )
+            if mark.is_file() and checkpoint.found_in(self.folder):
+                names = mark.read_text().splitlines()
+            else:
+                names = []
             told = next((job.told for job in jobs if job.name in names), "")
         told = all_gather_text(told, self.loop.world)[0]
         if not told:

@@ -165,11 +165,10 @@ class Lifecycle:
         if self.signal in (0, signal.SIGINT):
             return
         name = signal.Signals(self.signal).name
-        saved = (
-            "nothing was saved, as there is no logdir"
-            if self.settings.logdir is None
-            else f"saved in {self.settings.logdir}; go on with resume='auto'"
-        )
+        if self.settings.logdir is None:
+            saved = "nothing was saved, as there is no logdir"
+        else:
+            saved = f"saved in {self.settings.logdir}; go on with resume='auto'"
         self.reporter.line(f"stopped by {name} {self.where}: {saved}")
         requeue_if_asked(self.world, self.reporter.line)
         self.reporter.close()

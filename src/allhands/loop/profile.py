@@ -120,11 +120,10 @@ def summary(events: Iterable[Any], steps: int) -> list[str]:
         )
     if messages:
         taken = sum(end - start for start, end in merged(messages)) / steps
-        beside = (
-            merged(work)
-            if work
-            else merged([*phases["forward"], *phases["backward"], *phases["data"]])
-        )
+        if work:
+            beside = merged(work)
+        else:
+            beside = merged([*phases["forward"], *phases["backward"], *phases["data"]])
         hidden = overlap(merged(messages), beside) / steps
         lines.append(
             f"{_row('messages between ranks', taken, whole)}; {hidden / max(taken, 1e-9):.0%} of "

@@ -119,11 +119,10 @@ class Schedule:
                 continue
             name, whole = type(scheduler).__name__, type(self.scheduler).__name__
             inside = "" if scheduler is self.scheduler else f", inside of {whole},"
-            new = (
-                f"{name}(optimizer, …)"
-                if self.given_period is None
-                else f"({name}(optimizer, …), {self.given_period!r})"
-            )
+            if self.given_period is None:
+                new = f"{name}(optimizer, …)"
+            else:
+                new = f"({name}(optimizer, …), {self.given_period!r})"
             raise UserError(
                 f"the scheduler {name}{inside} was made for another optimizer (a "
                 f"{type(other).__name__}) than optimizer=…, whose "

@@ -192,11 +192,10 @@ def gather_nodes(
             if alone
             else "workers " + ", ".join(map("{} on {}".format, rendezvous.counts, rendezvous.hosts))
         )
-        hint = (
-            "; no GPU is seen, workers=N starts N on each node"
-            if alone and count is None and not gpus
-            else ""
-        )
+        if alone and count is None and not gpus:
+            hint = "; no GPU is seen, workers=N starts N on each node"
+        else:
+            hint = ""
         print(
             f"allhands: srun started one task on each of {len(rendezvous.counts)} nodes: "
             f"{each}{hint}",

@@ -111,7 +111,11 @@ class DryStep:
 
 
 def dry_steps(
-    workload: Workload, strategy: Strategy, workers: int, rank: int = 0, per_host: int = 8
+    workload: Workload,
+    strategy: Strategy,
+    workers: int,
+    rank: int = 0,
+    per_host: int = 8,
 ) -> list[DryStep]:
     """Take some steps of one rank, and tell what each kind of step does; most strategies have one.
 

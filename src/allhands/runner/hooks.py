@@ -138,11 +138,10 @@ def check_callback(callback: Callback) -> None:
             there = [
                 hook for hook in [nearest(name, [*known, "state_dict", "load_state_dict"])] if hook
             ]
-        what = (
-            f"write {_written(there[0], base)}"
-            if there
-            else f"there is no hook at that point; the hooks are {', '.join(known)}"
-        )
+        if there:
+            what = f"write {_written(there[0], base)}"
+        else:
+            what = f"there is no hook at that point; the hooks are {', '.join(known)}"
         raise UserError(
             f"{kind}.{name} looks like a hook, and is none that a training calls: {what}. A method "
             "of your own that only looks "
@@ -266,11 +265,10 @@ def _own_methods(value: Any, base: type) -> Iterator[tuple[str, Callable[..., An
 
 def _functions(names: Mapping[str, Any]) -> Iterator[tuple[str, FunctionType]]:
     for name, member in names.items():
-        function = (
-            inspect.unwrap(getattr(member, "__func__", member))
-            if callable(getattr(member, "__func__", member))
-            else None
-        )
+        if callable(getattr(member, "__func__", member)):
+            function = inspect.unwrap(getattr(member, "__func__", member))
+        else:
+            function = None
         if isinstance(function, FunctionType) and not name.startswith("__"):
             yield name, function
 

@@ -337,11 +337,10 @@ class Runner:
         settings.strategy = plan.strategy
         settings.check_trainable(plan.world_size)
         # It takes half a second to import, so once for all workers.
-        preload = (
-            ["torch.distributed.checkpoint"]
-            if settings.logdir is not None or settings.resume is not None
-            else []
-        )
+        if settings.logdir is not None or settings.resume is not None:
+            preload = ["torch.distributed.checkpoint"]
+        else:
+            preload = []
         home = next(settings.model.parameters(), torch.empty(0)).device
         hands_back = settings.strategy.train_instead() is None
         self.last_history = None

@@ -49,11 +49,10 @@ class Degrees(NamedTuple):
         return self.pp * self.dp * self.tp
 
     def __str__(self) -> str:
-        dp = (
-            f"dp {self.dp}"
-            if 1 in (self.replicate, self.shard)
-            else f"dp.replicate {self.replicate} x dp.shard {self.shard}"
-        )
+        if 1 in (self.replicate, self.shard):
+            dp = f"dp {self.dp}"
+        else:
+            dp = f"dp.replicate {self.replicate} x dp.shard {self.shard}"
         return f"pp {self.pp} x {dp} x tp {self.tp}"
 
     def check(self, workers: int) -> None:

@@ -99,11 +99,10 @@ class KVStoreSettings:
         push, pull = both_ways(given, "KVStore(compress=")
         narrows = pull != NO_CODEC
         if narrows and (self.alone or not self.takes_step):
-            why = (
-                "without waiting each worker would be left with other weights"
-                if self.alone
-                else "with update='worker' sums come back, and what they lose is in no checkpoint"
-            )
+            if self.alone:
+                why = "without waiting each worker would be left with other weights"
+            else:
+                why = "with update='worker' sums come back, and what they lose is in no checkpoint"
             raise UserError(
                 f"KVStore(mode={self.mode!r}, compress={given!r}): {why}; write "
                 f"compress={dict(push, pull='none')}"

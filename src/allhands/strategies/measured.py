@@ -85,11 +85,10 @@ def fastest(
 
 def said(cap: float | None, times: dict[float | None, float]) -> str:
     """The choice in words, with what was measured."""
-    chosen = (
-        f"bucket_cap_mb={_number(cap)}"
-        if cap is not None
-        else f"bucket_cap_mb=None, which is {_USUAL}"
-    )
+    if cap is not None:
+        chosen = f"bucket_cap_mb={_number(cap)}"
+    else:
+        chosen = f"bucket_cap_mb=None, which is {_USUAL}"
     if not times:
         return (
             f"{chosen} (not measured: all gradients are less than "

@@ -149,10 +149,9 @@ def take_own_state(tensors: dict[str, torch.Tensor], optimizer: torch.optim.Opti
             others = optimizer.state.get(parameter, {}).items()
             state[parameter] = {k: v for k, v in others if v is None or isinstance(v, (bool, str))}
         there = optimizer.state.get(parameter, {}).get(key)
-        home = (
-            there.device
-            if isinstance(there, torch.Tensor)
-            else home_of(optimizer, parameter, value)
-        )
+        if isinstance(there, torch.Tensor):
+            home = there.device
+        else:
+            home = home_of(optimizer, parameter, value)
         state[parameter][key] = value.item() if kind == "number" else value.to(home, copy=True)
     return state

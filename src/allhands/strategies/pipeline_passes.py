@@ -115,10 +115,9 @@ class PipelinePasses:
         micro_batches = []
         for batch, count, size in zip(batches, counts, self._sizes, strict=True):
             held = max(count, 1)
-            filled = (
-                batch
-                if held == size
-                else rows_of(batch, torch.arange(size).clamp(max=held - 1), held)
-            )
+            if held == size:
+                filled = batch
+            else:
+                filled = rows_of(batch, torch.arange(size).clamp(max=held - 1), held)
             micro_batches.append(MicroBatch(batch, filled, count))
         self._run.forward_backward(micro_batches, forward, loss_of, autocast)

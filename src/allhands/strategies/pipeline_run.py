@@ -231,16 +231,14 @@ class PipelineRun:
         for number, chunk in zip(self.numbers, self.chunks, strict=True):
             # The first stage is called with a number, since its input may be any tree; the last one
             # gives the loss.
-            given = (
-                torch.empty(1, dtype=torch.int64, device="meta")
-                if number == 0
-                else shapes[number - 1]
-            )
-            gives = (
-                torch.empty((), device="meta", requires_grad=True)
-                if number == self.last
-                else shapes[number]
-            )
+            if number == 0:
+                given = torch.empty(1, dtype=torch.int64, device="meta")
+            else:
+                given = shapes[number - 1]
+            if number == self.last:
+                gives = torch.empty((), device="meta", requires_grad=True)
+            else:
+                gives = shapes[number]
             stages.append(
                 pipelining.PipelineStage(
                     chunk,

@@ -216,11 +216,10 @@ def _check_module(name: str, module: nn.Module, style: Style, tp: int) -> None:
             for child, m in module.named_modules()
             if child and isinstance(m, nn.Linear)
         ]
-        more = (
-            f"; name the Linear modules in it: {', '.join(inside[:6])}"
-            if inside
-            else "; 'replicate' leaves it whole"
-        )
+        if inside:
+            more = f"; name the Linear modules in it: {', '.join(inside[:6])}"
+        else:
+            more = "; 'replicate' leaves it whole"
         raise UserError(f"{what}: '{style.kind}' splits torch.nn.Linear{more}")
     if style.kind in ("colwise", "rowwise") and isinstance(
         module, nn.modules.linear.NonDynamicallyQuantizableLinear

@@ -149,11 +149,10 @@ def _experiments(case: Case) -> list[str]:
             "fault. Verify with p=0 to see everything else"
         )
     if not said and "all" in gone:
-        both = (
-            "BatchNorm and dropout together"
-            if len(suspects) > 1
-            else "the model draws random numbers in its forward pass"
-        )
+        if len(suspects) > 1:
+            both = "BatchNorm and dropout together"
+        else:
+            both = "the model draws random numbers in its forward pass"
         said.append(
             f"training mode: {both}; with the whole model in evaluation mode the difference "
             "disappears. Each rank draws its own random numbers, and has its own batch statistics"

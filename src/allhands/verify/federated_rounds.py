@@ -75,11 +75,10 @@ def verify_rounds(
     ]
     for count in workers:
         other, _, weights = _trained(make, strategy, count, device)
-        far = (
-            float((weights - end).abs().max()) / scale
-            if scale
-            else float((weights - end).abs().max())
-        )
+        if scale:
+            far = float((weights - end).abs().max()) / scale
+        else:
+            far = float((weights - end).abs().max())
         same = [
             other["cohort"] == history["cohort"],
             torch.allclose(

@@ -79,11 +79,10 @@ class Noise:
         known = self._steps[min(number, len(self._steps) - 1)]
         # The loss, the gradients and the buffers of a step come from one forward pass, before its
         # update.
-        kind = (
-            "parameter "
-            if name.startswith("parameter ") or name == ALL_PARAMETERS
-            else "gradient of "
-        )
+        if name.startswith("parameter ") or name == ALL_PARAMETERS:
+            kind = "parameter "
+        else:
+            kind = "gradient of "
         alike = [value for other, value in known.items() if other.startswith(kind)]
         return max(self.floor, known.get(name, 0.0), statistics.median(alike) if alike else 0.0)
 

@@ -205,11 +205,10 @@ class Acceptor:
             at_once(stranger.link)
             self._welcome(stranger.link, said)
         except Exception as error:  # whatever a peer says, the others go on
-            why = (
-                str(error)
-                if isinstance(error, RefusedError)
-                else f"{type(error).__name__}: {error}"
-            )
+            if isinstance(error, RefusedError):
+                why = str(error)
+            else:
+                why = f"{type(error).__name__}: {error}"
             self._refuse(stranger, why)
 
     def _let_go(self, stranger: _Stranger) -> None:

@@ -39,11 +39,10 @@ def choose_backend(backend: str, device: str) -> tuple[str, str]:
     wants_gpu = backend == "nccl" or device.startswith("cuda")
     if wants_gpu and gpus == 0:
         asked = "backend='nccl'" if backend == "nccl" else f"device={device!r}"
-        built = (
-            "this torch is built without CUDA"
-            if torch.version.cuda is None
-            else "torch sees no GPU (CUDA_VISIBLE_DEVICES?)"
-        )
+        if torch.version.cuda is None:
+            built = "this torch is built without CUDA"
+        else:
+            built = "torch sees no GPU (CUDA_VISIBLE_DEVICES?)"
         raise UserError(
             f"{asked} needs a GPU, but {built}: write backend='auto' and leave device out to train "
             "on the CPU."

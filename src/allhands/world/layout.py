@@ -41,11 +41,10 @@ class Layout:
                     f"{self.environment}: {size_name}={size}, but it must be at least 1."
                 )
             if index is not None and (index < 0 or (size is not None and index >= size)):
-                last = (
-                    "at least 0"
-                    if size is None
-                    else f"between 0 and {size - 1} because {size_name}={size}"
-                )
+                if size is None:
+                    last = "at least 0"
+                else:
+                    last = f"between 0 and {size - 1} because {size_name}={size}"
                 raise WorldError(f"{self.environment}: {name}={index}, but it must be {last}.")
         if self.local_world_size is not None and self.local_world_size > self.world_size:
             raise WorldError(

@@ -114,13 +114,12 @@ def _library_of_launcher(environ: Environ) -> Iterator[None]:
     system's: under Debian's mpirun, and with MPICH from a wheel, each process would be a world of
     its own or be ended by the library.
     """
-    launcher = (
-        "openmpi"
-        if environ.get("OMPI_COMM_WORLD_SIZE")
-        else "mpich"
-        if environ.get("PMI_SIZE")
-        else None
-    )
+    if environ.get("OMPI_COMM_WORLD_SIZE"):
+        launcher = "openmpi"
+    elif environ.get("PMI_SIZE"):
+        launcher = "mpich"
+    else:
+        launcher = None
     if (
         launcher is None
         or "mpi4py.MPI" in sys.modules

@@ -74,11 +74,10 @@ def who_and_where(request: InitRequest, environ: Environ) -> tuple[Layout, Meeti
     if environment is None or (method == "env://" and environment.name != "torchrun"):
         if method is None:
             return _alone(request), None
-        needed = (
-            "RANK and WORLD_SIZE in the environment"
-            if method == "env://"
-            else "rank= and world_size="
-        )
+        if method == "env://":
+            needed = "RANK and WORLD_SIZE in the environment"
+        else:
+            needed = "rank= and world_size="
         raise UserError(
             f"init_method={method!r} needs {needed}, but nothing says who this process is."
         )

@@ -94,11 +94,10 @@ def _choose_interface(environ: Environ, layout: Layout, meeting: Meeting, host: 
     if environ.get(interface.VARIABLE):
         return
     own = environ.get("SLURMD_NODENAME", "").strip()
-    others = (
-        ["127.0.0.1"]
-        if layout.one_host
-        else [name for name in (host, *meeting.hosts) if name != own]
-    )
+    if layout.one_host:
+        others = ["127.0.0.1"]
+    else:
+        others = [name for name in (host, *meeting.hosts) if name != own]
     for other in others:
         address = interface.address_towards(other)
         if address is not None and (layout.one_host or not interface.is_loopback(address)):

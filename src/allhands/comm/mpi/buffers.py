@@ -63,11 +63,10 @@ def reduction(what: str, op: Any, dtype: torch.dtype, MPI: Any) -> Reduction:
     known = ", ".join(_OPERATIONS)
     if name is None:
         asked = "PREMUL_SUM" if op == ReduceOp.PREMUL_SUM else str(op)
-        instead = (
-            "multiply the tensor by the factor first, and write ReduceOp.SUM"
-            if asked == "PREMUL_SUM"
-            else f"write one of {known}"
-        )
+        if asked == "PREMUL_SUM":
+            instead = "multiply the tensor by the factor first, and write ReduceOp.SUM"
+        else:
+            instead = f"write one of {known}"
         raise UserError(f"{what}: ReduceOp.{asked} does not exist over MPI; {instead}")
     wide = torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else None
     datatype = _DATATYPES.get(wide or dtype)

@@ -153,16 +153,14 @@ class Moves:
         gathered: list[tuple[torch.Tensor, torch.Tensor]] = []
         for rank, count in enumerate(int(count) for count in counts):
             mine = rank == self.rank
-            indices = (
-                entries.indices().contiguous()
-                if mine
-                else entries.indices().new_empty(tensor.sparse_dim(), count)
-            )
-            values = (
-                entries.values().contiguous()
-                if mine
-                else entries.values().new_empty(count, *entries.values().shape[1:])
-            )
+            if mine:
+                indices = entries.indices().contiguous()
+            else:
+                indices = entries.indices().new_empty(tensor.sparse_dim(), count)
+            if mine:
+                values = entries.values().contiguous()
+            else:
+                values = entries.values().new_empty(count, *entries.values().shape[1:])
             self.broadcast(indices, rank)
             self.broadcast(values, rank)
             gathered.append((indices, values))

@@ -105,11 +105,10 @@ class Scaffold(Algorithm):
 
     def contribute(self, trained: Trained, server: Server, sums: Sums) -> None:
         updates, before = trained.updates, trained.own["control"]
-        change = (
-            self._mean_gradient(updates, trained, server)
-            if self.option == "II"
-            else self._start_gradient(trained, server)
-        )
+        if self.option == "II":
+            change = self._mean_gradient(updates, trained, server)
+        else:
+            change = self._start_gradient(trained, server)
         change -= before if self.option == "I" else self._used
         before += change
         weights = trained.samples if self.weighted else torch.full_like(trained.samples, sums.share)

@@ -283,11 +283,10 @@ def not_here(owner: object, name: str, names: dict[str, str]) -> NoReturn:
 def check_class(kind: Any, base: type, function: str) -> None:
     """Raise `UserError` unless `kind` is a class derived from `base`."""
     if not isinstance(kind, type):
-        given = (
-            f"an object of the class {type(kind).__name__}"
-            if not callable(kind) or isinstance(kind, base)
-            else f"{kind!r}"
-        )
+        if not callable(kind) or isinstance(kind, base):
+            given = f"an object of the class {type(kind).__name__}"
+        else:
+            given = f"{kind!r}"
         raise UserError(
             f"{function}: it takes a class derived from {base.__name__}, and {given} was passed; "
             "pass the class itself"

@@ -195,11 +195,10 @@ class FederatedTensorDataset(FederatedDataset):
         made = []
         for name, part in parts.items():
             if not isinstance(part, Mapping) or not {"x", "y"} <= part.keys():
-                shape = (
-                    "{client: {'x': …, 'y': …}}"
-                    if simulated
-                    else "{'x': …, 'y': …}, or with simulated=True {client: …}"
-                )
+                if simulated:
+                    shape = "{client: {'x': …, 'y': …}}"
+                else:
+                    shape = "{'x': …, 'y': …}, or with simulated=True {client: …}"
                 raise UserError(
                     f"FederatedTensorDataset: data must be {shape}; {name or 'data'} is "
                     f"{kind_of(part)}"

@@ -135,11 +135,10 @@ def _arrays(data: CoalaData, name: str, needed: str) -> Any:
     root = data_root(data.root)
     file = None if root is None else Path(root) / name
     if file is None or not file.is_file():
-        where = (
-            "data.root is not set, nor is ALLHANDS_DATA"
-            if root is None
-            else f"{root} has no file {name}"
-        )
+        if root is None:
+            where = "data.root is not set, nor is ALLHANDS_DATA"
+        else:
+            where = f"{root} has no file {name}"
         raise UserError(
             f"data.dataset: {data.dataset} with split_type: {data.split_type} needs {name}, with "
             f"{needed}, and {where}"

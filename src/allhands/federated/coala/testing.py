@@ -48,11 +48,10 @@ def measure(
                 x, y = samples.take(batch, seed, "test", number)
                 output = model(x)
                 scores = output.dim() == 2 and y.dim() == 1 and not y.is_floating_point()
-                right = (
-                    (output.argmax(1) == y).sum()
-                    if scores
-                    else torch.zeros((), device=samples.device)
-                )
+                if scores:
+                    right = (output.argmax(1) == y).sum()
+                else:
+                    right = torch.zeros((), device=samples.device)
                 counts = torch.stack([loss_fn(output, y).double() * len(y), right.double()])
                 table[part, :2] += counts
                 table[part, 2] += len(y)

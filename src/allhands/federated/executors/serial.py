@@ -124,11 +124,10 @@ class Serial(Executor):
             or work.local.clip_norm is not None
             or self.writes_row
         )
-        self.optimizer = (
-            optimizer.make(layout, self.rows, self.gradients)
-            if optimizer.flat and self._in_row
-            else optimizer.over(named)
-        )
+        if optimizer.flat and self._in_row:
+            self.optimizer = optimizer.make(layout, self.rows, self.gradients)
+        else:
+            self.optimizer = optimizer.over(named)
         self._update = update_function(self.optimizer)
 
     def train(self, jobs: Sequence[CohortMember], states: States, sink: Sink) -> None:

@@ -125,11 +125,10 @@ def _no_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
     """Whether an operation that can drop numbers (attention) was told to drop none."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.name in ("dropout_p", "dropout"):
-            value = (
-                args[place]
-                if place < len(args)
-                else kwargs.get(argument.name, argument.default_value)
-            )
+            if place < len(args):
+                value = args[place]
+            else:
+                value = kwargs.get(argument.name, argument.default_value)
             return value == 0
     return False
 

@@ -172,20 +172,18 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             if small or weight.shape[2:] == (1, 1):
                 factors = weight.flatten(1).t()
-                by_patches = (
-                    torch.mm(factors, turned)
-                    if small
-                    else torch.bmm(factors.expand(len(input), -1, -1), turned)
-                )
+                if small:
+                    by_patches = torch.mm(factors, turned)
+                else:
+                    by_patches = torch.bmm(factors.expand(len(input), -1, -1), turned)
                 by_input = _fold(by_patches, small, input, weight, gradient.shape[2:], given)
             else:
                 by_input = _by_input(gradient, input, weight, *given)
         if ctx.needs_input_grad[1]:
-            product = (
-                torch.mm(turned, patches.t())
-                if small
-                else torch.bmm(turned, patches.transpose(1, 2)).sum(0)
-            )
+            if small:
+                product = torch.mm(turned, patches.t())
+            else:
+                product = torch.bmm(turned, patches.transpose(1, 2)).sum(0)
             by_weight = product.view(weight.shape)
         return by_input, by_weight, None, None, None
 

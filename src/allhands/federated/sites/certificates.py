@@ -271,11 +271,10 @@ def _distrust(
     """Why the server's certificate is refused, in words that say what to do."""
     certificate = _presented(host, port, timeout)
     where = f"the certificate of the server {host}:{port}"
-    by = (
-        "the authorities of this machine"
-        if authority is None
-        else f"the authority in {str(authority)!r}"
-    )
+    if authority is None:
+        by = "the authorities of this machine"
+    else:
+        by = f"the authority in {str(authority)!r}"
     if certificate is None:
         return f"{where} is not trusted: {error.verify_message}"
     when = _when(certificate)

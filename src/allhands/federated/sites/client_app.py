@@ -95,11 +95,10 @@ def settings_of(
 ) -> dict[str, Any]:
     """What the warm process reads, see `warm_process`; `data` takes the place of the run file's
     data.root, if it is not None."""
-    overrides = (
-        []
-        if data is None
-        else [f"data.root={json.dumps(str(Path(str(data)).expanduser().absolute()))}"]
-    )
+    if data is None:
+        overrides = []
+    else:
+        overrides = [f"data.root={json.dumps(str(Path(str(data)).expanduser().absolute()))}"]
     return {
         "define": define,
         "config": config,

@@ -232,11 +232,10 @@ class Site:
         """Say why something is started again, after a pause that grows while it does not run
         steadily."""
         steady = time.monotonic() - self._began[name] > _STEADY
-        pause = (
-            _FIRST_PAUSE
-            if steady
-            else min(_LONGEST_PAUSE, 2 * self._pauses.get(name, _FIRST_PAUSE / 2))
-        )
+        if steady:
+            pause = _FIRST_PAUSE
+        else:
+            pause = min(_LONGEST_PAUSE, 2 * self._pauses.get(name, _FIRST_PAUSE / 2))
         self._pauses[name] = pause
         _say(f"{reason}; it is started again in {pause:.0f} s")
         time.sleep(pause)
@@ -249,11 +248,10 @@ class Site:
         )
         said = [line.strip() for line in lines if line.strip()]
         if "Exit Code: 305" in "\n".join(said):
-            who = (
-                ""
-                if self.options.key is None
-                else f" with the key {fingerprint(read_site_key(self.options.key))}"
-            )
+            if self.options.key is None:
+                who = ""
+            else:
+                who = f" with the key {fingerprint(read_site_key(self.options.key))}"
             return (
                 f"the server does not let {self.options.name} in{who}: it must be in the server's "
                 "list of sites (--sites), and no other site may use it"

@@ -40,11 +40,10 @@ def broadcast_parameters(params: Any, root_rank: int = 0) -> None:
         ]
     elif isinstance(params, Iterable) and not isinstance(params, torch.Tensor):
         for place, entry in enumerate(params):
-            pair = (
-                entry
-                if isinstance(entry, tuple) and len(entry) == 2
-                else (f"parameter {place}", entry)
-            )
+            if isinstance(entry, tuple) and len(entry) == 2:
+                pair = entry
+            else:
+                pair = (f"parameter {place}", entry)
             if not isinstance(pair[1], torch.Tensor):
                 raise UserError(
                     f"broadcast_parameters: {pair[0]!r} is {kind_of(pair[1])}; give tensors, or "

@@ -155,11 +155,10 @@ def _named(
                 "model.named_parameters()"
             )
     names = [name for name, _ in given]
-    twice = (
-        sorted({name for name in names if names.count(name) > 1})
-        if len(set(names)) < len(names)
-        else []
-    )
+    if len(set(names)) < len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+    else:
+        twice = []
     if twice:
         raise UserError(
             f"named_parameters has {twice[0]!r} twice; give each parameter its own name"
