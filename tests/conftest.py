@@ -253,6 +253,12 @@ def forked_python() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def new_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test about the start of Python, in a file with `forked_python`."""
+    monkeypatch.setattr(sys, "executable", fork_client.PYTHON)
+
+
 @pytest.fixture(autouse=True)
 def _no_process_left() -> Iterator[None]:
     """Fail the test whose script, run by `forked_python`, leaves a process behind."""

@@ -4,9 +4,10 @@ interpreter starts.
 `import torch` takes a second of processor time, `torch._dynamo`, which every optimizer imports,
 another one, and torchmetrics two. `bin_folder()` has a `python` and an `allhands` that run their
 arguments in a fork of a server, one for each process of pytest, which has these imported. The
-script keeps its standard streams, folder, variables, signals and exit code. Other programs in the
-folder are the environment's own, and so is Python where its options, inherited descriptors, or
-variables that libraries read as they are loaded ask for a new interpreter. Limits of resources are
+script keeps its standard streams, inherited descriptors, folder, variables, signals and exit code,
+and is on the host of tests/cluster that it was started on. Other programs in the
+folder are the environment's own, and so is Python where its options, or variables that libraries
+read as they are loaded, ask for a new interpreter. Limits of resources are
 those of the server.
 
 The server is the parent of all that such a script leaves behind. It ends that, and `left()` says
@@ -22,11 +23,13 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from tests import fork_server
-from tests.fork_server import FOLDER, FORWARDED, PYTHON
+from tests.fork_agents import FORWARDED
+from tests.fork_server import AGENT, FOLDER, MOST_DESCRIPTORS, PYTHON, ROOM, SCRIPTS
 
+# The hosts of tests/cluster have a /tmp of their own.
+_SEEN_BY_HOSTS = Path("/run") if os.access("/run", os.W_OK) else None
 # Read by libraries as they are loaded.
-_FIXED = ("PYTHON", "LD_", "MALLOC", "ATEN_", "TORCH_", "OMP_", "MKL_", "GOMP_", "CUDA")
+_FIXED = ("PYTHON", "LD_", "ATEN_", "TORCH_", "OMP_", "MKL_", "GOMP_", "CUDA")
 
 # The program that tests start: it hands everything to the server and does as the script did. It
 # imports next to nothing.
@@ -34,12 +37,7 @@ _CLIENT = """\
 #!{python} -IS
 import marshal, os, signal, sys
 program, python, address = {program!r}, {python!r}, {address!r}
-fixed, names, cores = {fixed!r}, {names!r}, {cores!r}
-words = sys.argv[1:]
-
-def start_anew():
-    os.execv(program, [program, *words])
-
+fixed, names, cores, user = {fixed!r}, {names!r}, {cores!r}, {user!r}
 def is_open(descriptor):
     try:
         os.fstat(descriptor)
@@ -47,15 +45,21 @@ def is_open(descriptor):
         return False
     return True
 
-if any(map(is_open, range(3, 64))):
-    start_anew()
+words = sys.argv[1:]
+inherited = [descriptor for descriptor in range({most}) if is_open(descriptor)]
+
+def start_anew():
+    os.execv(program, [program, *words])
+
 if program == python:
     rest = words[1:] if words[:1] == ["-P"] else words
     if not rest or not rest[0] or (rest[0][0] == "-" and rest[0] not in ("-c", "-m")):
         start_anew()
-    if rest[0] == "-c" and "allhands.launch.agent" in rest[1]:
-        start_anew()
-if os.sched_getaffinity(0) != cores:
+    if rest[0] == "-c" and {agent!r} in rest[1] and "SSH_CONNECTION" not in os.environ:
+        start_anew()  # it outlives its launcher
+    if rest[0] == "-c" and "SLURM_STEP_ID" in os.environ:
+        start_anew()  # Slurm sends signals to all that an agent has started
+if os.sched_getaffinity(0) != cores or os.geteuid() != user:
     start_anew()
 own = {{name: value for name, value in os.environ.items()
         if name.startswith(fixed[0]) and name not in fixed[2]}}
@@ -67,6 +71,7 @@ pending = []
 for name in names:
     if name not in ignored:
         signal.signal(getattr(signal, name), lambda number, _: pending.append(number))
+signal.pthread_sigmask(signal.SIG_SETMASK, ())
 server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 try:
     server.connect(address)
@@ -74,12 +79,12 @@ except OSError:
     start_anew()
 umask = os.umask(0)
 os.umask(umask)
-call = marshal.dumps(([program, *words], dict(os.environ), os.getcwd(), umask, ignored))
+call = marshal.dumps(([program, *words], dict(os.environ), os.getcwd(), umask, ignored, inherited))
 request = os.memfd_create("request", 0)
 os.write(request, call)
-descriptors = array.array("i", [0, 1, 2, request])
+descriptors = array.array("i", [*inherited, request])
 server.sendmsg([b"run"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
-for descriptor in (0, 1, 2, request):
+for descriptor in (*inherited, request):
     os.close(descriptor)
 wake, wake_end = os.pipe()
 os.set_blocking(wake_end, False)
@@ -113,6 +118,17 @@ if os.WIFSIGNALED(status):
 os._exit(os.WEXITSTATUS(status))
 """
 
+# Scripts shall not find the modules of tests.
+_START = """\
+import sys
+sys.path[0] = sys.argv[1]
+from tests.fork_server import main
+del sys.path[0]
+for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+    del sys.modules[name]
+main()
+"""
+
 _server: subprocess.Popen[bytes] | None = None
 
 
@@ -121,11 +137,11 @@ def bin_folder() -> Path:
     if there is none."""
     global _server
     if _server is None or _server.poll() is not None:
-        folder = Path(tempfile.mkdtemp(prefix="fork-server-"))
+        folder = Path(tempfile.mkdtemp(prefix="fork-server-", dir=_SEEN_BY_HOSTS))
         _write_programs(folder)
-        environment = {**os.environ, FOLDER: str(folder)}
+        environment = {**os.environ, FOLDER: str(folder), ROOM: " " * 2**14}
         _server = subprocess.Popen(
-            [PYTHON, fork_server.__file__],
+            [PYTHON, "-c", _START, str(Path(__file__).parents[1])],
             env=environment,
             stdin=subprocess.PIPE,  # its end is that of this process
             stdout=subprocess.PIPE,
@@ -143,7 +159,8 @@ _folders: dict[int, Path] = {}
 
 
 def left() -> str:
-    """The processes that scripts have left behind since the last call, a line each."""
+    """The processes that scripts have left behind since the last call, a line each; but for
+    connections to hosts of tests/cluster, which may have been cut."""
     if _server is None:
         return ""
     file = _folders[_server.pid] / "left"
@@ -152,7 +169,7 @@ def left() -> str:
         file.unlink()
     except FileNotFoundError:
         return ""
-    return text
+    return "".join(line for line in text.splitlines(True) if "/allhands-cluster/" not in line)
 
 
 def _end(server: subprocess.Popen[bytes], folder: Path) -> None:
@@ -165,12 +182,17 @@ def _fixed() -> dict[str, str]:
     return {
         name: value
         for name, value in os.environ.items()
-        if name.startswith(_FIXED) and name not in _OWN_THREADS
+        if name.startswith(_FIXED) and name not in _NOT_FIXED
     }
 
 
-# Set for each process anew.
-_OWN_THREADS = ("OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR")
+# Set for each process anew, or for those that show their stacks as they are aborted.
+_NOT_FIXED = (
+    "OMP_NUM_THREADS",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "PYTHONFAULTHANDLER",
+    "PYTHONUNBUFFERED",
+)
 
 
 def _write_programs(folder: Path) -> None:
@@ -178,15 +200,18 @@ def _write_programs(folder: Path) -> None:
     own.mkdir()
     for program in programs.iterdir():
         text = None
-        if program.name in ("python", "python3", "allhands", "torchrun"):
+        if program.name in ("python", "python3", *SCRIPTS):
             is_python = program.name.startswith("python")
             text = _CLIENT.format(
                 python=PYTHON,
                 program=PYTHON if is_python else str(program),
                 address=str(folder / "socket"),
-                fixed=(_FIXED, _fixed(), _OWN_THREADS),
+                fixed=(_FIXED, _fixed(), _NOT_FIXED),
                 names=FORWARDED,
                 cores=os.sched_getaffinity(0),
+                user=os.geteuid(),
+                agent=AGENT,
+                most=MOST_DESCRIPTORS,
             )
         if text is None:
             (own / program.name).symlink_to(program)

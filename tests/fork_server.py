@@ -7,22 +7,26 @@ from __future__ import annotations
 
 import array
 import contextlib
+import fcntl
 import functools
 import gc
 import importlib
+import importlib.util
 import marshal
 import os
+import random
 import select
 import signal
 import socket
-import subprocess
 import sys
-import threading
 import time
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from tests.fork_agents import let_agents_set_threads, set_environment, set_threads, spare_agent
+from tests.fork_hosts import Host
 
 # Seconds for what a script has left behind to end by itself.
 _GRACE_S = 10.0
@@ -42,11 +46,29 @@ _PRELOAD = (
     "allhands.kvstore",
     "allhands.runner",
 )
+# Flower, for the processes of sites, once one of them is asked for.
+_FLOWER = (
+    "allhands.federated.sites.client_app",
+    "allhands.federated.sites.warm_process",
+    "flwr.supercore.cli.flower_superexec",
+    "flwr.superlink.cli.flower_superlink",
+    "flwr.superlink.runtime.run_serverapp",
+    "flwr.supernode.cli.flower_supernode",
+    "flwr.supernode.runtime.run_clientapp",
+    "flwr.supernode.start_client_internal",
+)
+#: The environment's scripts that are run too.
+SCRIPTS = ("allhands", "torchrun", "flower-superexec")
 #: The interpreter itself.
 PYTHON = sys.executable
-#: In the environment of the server: where its socket and programs are; signals that are passed on.
+#: In the command of an agent of a launched job.
+AGENT = "allhands.launch.agent"
+#: In the environment of the server: where its socket and programs are.
 FOLDER = "FORK_SERVER"
-FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT")
+#: So is room for variables that scripts have and the server has not.
+ROOM = "FORK_SERVER_ROOM"
+#: A script inherits descriptors below this one.
+MOST_DESCRIPTORS = 64
 
 
 class _Call:
@@ -72,6 +94,7 @@ class _Server:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self.wake_end, warn_on_full_buffer=False)
         self.calls: dict[int, _Call] = {}
+        self.of_imports: dict[str, str] = {}  # variables that modules have set
         self.poll = select.poll()
         for end in (0, self.wake, self.listener.fileno()):
             self.poll.register(end, select.POLLIN)
@@ -98,36 +121,63 @@ class _Server:
 
     def _begin(self) -> tuple[list[str], Any] | None:
         client, _ = self.listener.accept()
-        _, ancillary, _, _ = client.recvmsg(10, socket.CMSG_SPACE(4 * 4))
-        descriptors = array.array("i", ancillary[0][2] if ancillary else b"")
-        if len(descriptors) < 4:  # the client was killed
+        _, ancillary, _, _ = client.recvmsg(10, socket.CMSG_SPACE(4 * MOST_DESCRIPTORS))
+        if not ancillary:  # the client was killed
             client.close()
             return None
-        stdin, stdout, stderr, request = descriptors
+        *ends, request = array.array("i", ancillary[0][2])
         size = os.fstat(request).st_size
-        words, environment, folder, umask, ignored = marshal.loads(os.pread(request, size, 0))
+        call = marshal.loads(os.pread(request, size, 0))
+        words, environment, folder, umask, ignored, inherited = call
         os.close(request)
+        if any(word.startswith("allhands.federated.sites.") for word in words):
+            self._import_flower(environment)
+        try:
+            host = Host(client)
+        except FileNotFoundError:  # it was killed just now
+            for end in ends:
+                os.close(end)
+            client.close()
+            return None
         parent = os.getpid()
-        pid = os.fork()
+        pid = host.fork()
         if pid == 0:
             processes = sys.modules["allhands.launch.processes"]
             os.setsid()
-            processes.die_with_parent(parent)
+            processes.die_with_parent(0 if host.is_other else parent)
+            host.enter()
             _forget_handlers(ignored)
-            for number, end in enumerate((stdin, stdout, stderr)):
-                os.dup2(end, number)
-            for end in {stdin, stdout, stderr, self.wake, self.wake_end} - {0, 1, 2}:
-                os.close(end)
             for one in (client, self.listener, *(call.client for call in self.calls.values())):
                 one.close()
+            _inherit(dict(zip(inherited, ends, strict=True)), (self.wake, self.wake_end))
             os.umask(umask)
-            _enter(environment, folder)
-            return words, _spare_agent()
-        for end in (stdin, stdout, stderr):
+            _enter({**self.of_imports, **environment}, folder)
+            return words, None if host.is_other else spare_agent()
+        host.close()
+        for end in ends:
             os.close(end)
         self.calls[pid] = _Call(client)
         self.poll.register(client, select.POLLIN)
         return None
+
+    def _import_flower(self, environment: Mapping[str, str]) -> None:
+        """It reads some variables as it is imported, which are the same for all its processes."""
+        if "flwr" in sys.modules or importlib.util.find_spec("flwr") is None:
+            return
+        own = dict(os.environ)
+        os.environ.update(
+            {name: value for name, value in environment.items() if name.startswith("FLWR_")}
+        )
+        given = dict(os.environ)
+        for name in _FLOWER:
+            importlib.import_module(name)
+        self.of_imports = {
+            name: value for name, value in os.environ.items() if given.get(name) != value
+        }
+        os.environ.clear()
+        os.environ.update(own)
+        gc.collect()
+        gc.freeze()
 
     def _pass_on(self, descriptor: int) -> None:
         pid, call = next(
@@ -170,11 +220,29 @@ class _Server:
     def _end_what_is_left(self, pids: list[int]) -> None:
         for pid in pids:
             with contextlib.suppress(OSError):  # it has ended meanwhile
-                words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+                words = (
+                    Path(f"/proc/{pid}/cmdline")
+                    .read_bytes()
+                    .replace(b"\0", b" ")
+                    .replace(b"\n", b" ")
+                )
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
                 with open(self.left, "ab") as file:
                     file.write(b"%d %s\n" % (pid, words[:150]))
+
+
+def _inherit(ends: Mapping[int, int], own: Iterable[int]) -> None:
+    """Have these descriptors, by their numbers in the client, and not the server's own."""
+    high = {
+        number: fcntl.fcntl(end, fcntl.F_DUPFD, 2 * MOST_DESCRIPTORS)
+        for number, end in ends.items()
+    }
+    for end in {0, 1, 2, *own, *ends.values()}:
+        os.close(end)
+    for number, end in high.items():
+        os.dup2(end, number)
+        os.close(end)
 
 
 def _forget_handlers(ignored: list[str]) -> None:
@@ -187,108 +255,14 @@ def _forget_handlers(ignored: list[str]) -> None:
 
 def _enter(environment: Mapping[str, str], folder: str) -> None:
     """Give this process the variables and the folder."""
-    os.environ.clear()
-    os.environ.update(environment)
+    set_environment(environment)
     os.chdir(folder)
+    random.seed()
     sys.modules["numpy"].random.seed()
     sys.modules["allhands.compat"].keep_libraries()
-    _set_threads()
-
-
-def _set_threads() -> None:
-    cores = len(os.sched_getaffinity(0))
-    sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS", cores)))
-
-
-# --------------------------------------------------------------------- agents of launched jobs
-
-
-class _ForkedProcess(subprocess.Popen[bytes]):
-    """A child that was forked here, with pipes as its standard streams."""
-
-    def __init__(self, pid: int, stdin: int, stdout: int) -> None:
-        self.pid, self.args, self.returncode = pid, "agent", None  # type: ignore[assignment]
-        self.stdin, self.stdout = os.fdopen(stdin, "wb", 0), os.fdopen(stdout, "rb", 0)
-        self.stderr = None
-        self._waitpid_lock = threading.Lock()
-        self._child_created = True
-
-
-def _spare_agent() -> Any:
-    """Fork what becomes the first agent that this process asks for, before the script has done
-    anything; in the fork this returns True once that is so."""
-    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    parent = os.getpid()
-    pid = os.fork()
-    processes = sys.modules["allhands.launch.processes"]
-    if pid > 0:
-        there.close()
-        return _give_first_agent(pid, here)
-    here.close()
-    processes.die_with_parent(parent)
-    for name in FORWARDED:
-        signal.signal(getattr(signal, name), signal.SIG_IGN)
-    data, ancillary, _, _ = there.recvmsg(10, socket.CMSG_SPACE(4 * 4))
-    if not data:
-        os._exit(0)
-    stdin, stdout, stderr, request = array.array("i", ancillary[0][2])
-    size = os.fstat(request).st_size
-    environment, folder = marshal.loads(os.pread(request, size, 0))
-    os.setsid()
-    processes._prctl(processes._PR_SET_PDEATHSIG, 0)
-    for name in FORWARDED:
-        signal.signal(getattr(signal, name), signal.SIG_DFL)
-    for number, end in enumerate((stdin, stdout, stderr)):
-        os.dup2(end, number)
-    for end in {stdin, stdout, stderr, request} - {0, 1, 2}:
-        os.close(end)
-    there.close()
-    os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(folder)
-    return True
-
-
-def _give_first_agent(pid: int, spare: socket.socket) -> None:
-    from allhands.launch import idle_agents, join_client, local
-    from allhands.launch.handle import AgentHandle
-
-    plain = local.start_agent
-
-    @functools.wraps(plain)
-    def start_agent(env: Mapping[str, str | None] | None = None) -> Any:
-        for module in users:
-            module.start_agent = plain  # type: ignore[attr-defined]
-        merged = {**os.environ, **(env or {})}
-        request = os.memfd_create("request", os.MFD_CLOEXEC)
-        variables = {name: value for name, value in merged.items() if value is not None}
-        os.write(request, marshal.dumps((variables, os.getcwd())))
-        (stdin, requests), (events, stdout) = os.pipe(), os.pipe()
-        descriptors = array.array("i", [stdin, stdout, 2, request])
-        spare.sendmsg([b"begin"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
-        spare.close()
-        for end in (stdin, stdout, request):
-            os.close(end)
-        process = _ForkedProcess(pid, requests, events)
-        return AgentHandle(process, host=os.uname().nodename, local=True)
-
-    users: tuple[types.ModuleType, ...] = (local, idle_agents, join_client)
-    for module in users:
-        module.start_agent = start_agent  # type: ignore[attr-defined]
-
-
-def _serve_as_agent() -> None:
-    from allhands.launch import agent
-
-    prepare = agent.set_up
-
-    def set_up(*args: Any) -> dict[str, Any]:
-        told = prepare(*args)
-        _set_threads()
-        return told
-
-    agent.set_up = set_up
-    agent.main()
+    set_threads()
+    if "PYTHONUNBUFFERED" in environment:
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
 
 
 # ------------------------------------------------------------------------------- the script
@@ -309,6 +283,8 @@ def _run(words: list[str]) -> None:
         sys.argv = ["-c", *rest[2:]]
         if not safe:
             sys.path.insert(0, "")
+        if AGENT in rest[1]:
+            let_agents_set_threads()
         main = worker._main_module(__loader__=None, __spec__=None)
         exec(compile(rest[1], "<string>", "exec", dont_inherit=True), main.__dict__)
     else:
@@ -346,7 +322,6 @@ def _let_threads_go_first() -> None:
 
 def main() -> None:
     """The server; a fork goes on from here with the script."""
-    del sys.path[0]  # the folder of this file
     folder = os.environ.pop(FOLDER)
     gc.disable()
     for name in _PRELOAD:
@@ -367,7 +342,8 @@ def main() -> None:
     # What the script starts by it finds torch imported too.
     sys.executable = os.path.join(folder, "bin", "python")
     if is_agent:
-        _serve_as_agent()
+        let_agents_set_threads()
+        sys.modules["allhands.launch.agent"].main()
         os._exit(0)
     _end_after(words)
 
@@ -389,7 +365,3 @@ def _end_after(words: list[str]) -> None:
         sys.excepthook(type(error), error, error.__traceback__)
         code, number = 1, signal.SIGINT if isinstance(error, KeyboardInterrupt) else None
     worker._end(code, number)
-
-
-if __name__ == "__main__":
-    main()

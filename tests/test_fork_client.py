@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -95,3 +96,34 @@ if os.fork() == 0:
     (line,) = fork_client.left().splitlines()
     assert not Path("/proc", line.split()[0]).exists()
     assert fork_client.left() == ""
+
+
+def test_others_see_its_variables() -> None:
+    code = "import sys; print(1, flush=True); sys.stdin.read()"
+    environ = {**os.environ, "FROM_TEST": "seen"}
+    seen = []
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=environ,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if b"FROM_TEST=seen" in (folder / "environ").read_bytes().split(b"\0"):
+                    seen.append(int(folder.name))
+        assert process.pid in seen
+        assert len(seen) > 1
+        process.communicate()
+
+
+def test_descriptors_are_inherited() -> None:
+    read, write = os.pipe()
+    code = f"import os, sys; os.write({write}, b'torch' if 'torch' in sys.modules else b'new')"
+    assert run("-c", code, pass_fds=[write]).returncode == 0
+    assert os.read(read, 10) == b"torch"
+    os.close(read)
+    os.close(write)

@@ -19,7 +19,10 @@ from tests.cluster.hosts import Hosts
 from tests.cluster.slurm import Slurm
 from tests.timeouts import patience
 
-ALLHANDS = [sys.executable, "-P", "-c", "from allhands.cli.main import main; main()"]
+
+def allhands() -> list[str]:
+    """The command, before its words."""
+    return [sys.executable, "-P", "-c", "from allhands.cli.main import main; main()"]
 
 
 # A world in the middle of its steps; rank 1 does what it is told at its 20th.
@@ -82,7 +85,7 @@ class Launch:
         self.started = time.monotonic()
         with self.out.open("wb") as out, self.err.open("wb") as err:
             self.process = subprocess.Popen(
-                [*within, *ALLHANDS, "launch", *words],
+                [*within, *allhands(), "launch", *words],
                 cwd=folder,
                 env=hosts.environ(**(extra or {})),
                 stdin=subprocess.DEVNULL,

@@ -137,8 +137,8 @@ class Namespaces:
         self._unshare: dict[str, subprocess.Popen[bytes]] = {}
         self._helpers: list[subprocess.Popen[Any]] = []
         self._subnet = subnet
-        venv = Path(sys.prefix) / "bin"
-        self.path = f"{self.folder}/bin:{venv}:{SYSTEM_PATH}"  # of a command on a host
+        # Of a command on a host. `forked_python` changes where Python is.
+        self.path = f"{self.folder}/bin:{Path(sys.executable).parent}:{SYSTEM_PATH}"
 
     def _number_is(self, number: int, subnet: str) -> None:
         self.number, self.bridge, self._subnet = number, f"ah{number}", subnet
@@ -427,7 +427,8 @@ class Namespaces:
         own = {name: value for name, value in os.environ.items() if not FOREIGN.match(name)}
         return {
             **own,
-            "PATH": f"{self.folder}/bin:{sys.prefix}/bin:{os.environ.get('PATH', SYSTEM_PATH)}",
+            "PATH": f"{self.folder}/bin:{Path(sys.executable).parent}:"
+            f"{os.environ.get('PATH', SYSTEM_PATH)}",
             **extra,
         }
 

@@ -20,6 +20,8 @@ from tests.cluster.hosts import DISK, Hosts
 from tests.cluster.machine import call
 from tests.timeouts import patience
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 # The folders that it makes for ssh's connections carry its process id: other tests make such
 # folders at the same time.
 DOCTOR = """

@@ -8,11 +8,15 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.cluster.hosts import Hosts
-from tests.cluster.launching import ALLHANDS, Launch, shared_folder
+from tests.cluster.launching import Launch, allhands, shared_folder
 from tests.cluster.slurm import Slurm
 from tests.launch.test_elastic import SCRIPT, alone, assert_same, result
 from tests.timeouts import patience
+
+pytestmark = pytest.mark.usefixtures("forked_python")
 
 # Steps are slow until a file says that all has happened.
 SLOW = SCRIPT.replace("epochs(3)", "epochs(40)").replace(
@@ -82,7 +86,7 @@ def test_workers_of_another_host_join_over_the_network(hosts: Hosts) -> None:
         job.until("epoch  train loss", 90)
         commands = (folder / "told" / "join.txt").read_text().splitlines()
         command = next(one for one in commands if f" {hosts.driver_address}:" in one)
-        line = f"cd {folder} && exec {shlex.join(ALLHANDS)} {command.removeprefix('allhands ')}"
+        line = f"cd {folder} && exec {shlex.join(allhands())} {command.removeprefix('allhands ')}"
         joins = hosts.popen("d2", ["sh", "-c", line])
         job.until("membership 1: 1 worker joined; 2 workers go on", 90)
         assert "host d2 joins with rank 1" in job.said

@@ -8,6 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 ROOT = Path(__file__).parents[2]
 # Every task finds these registered, so that the script, which names no data, need not read MNIST.
 REGISTERS = """

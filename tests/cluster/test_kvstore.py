@@ -14,6 +14,8 @@ from tests.cluster.hosts import DISK, Hosts
 from tests.cluster.launching import Launch, shared_folder
 from tests.examples.running import EXAMPLES
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 
 @pytest.fixture(scope="module")
 def cifar10(hosts: Hosts, shared_data: Path) -> Path:

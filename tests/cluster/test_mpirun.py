@@ -16,6 +16,8 @@ from tests.cluster.launching import STEPS, Launch, shared_folder
 from tests.cluster.mpi import Mpi
 from tests.timeouts import patience
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 # test_a_link_goes_down, and tests/comm/test_mpi.py, have both launchers in `make test`.
 either_mpi = pytest.mark.parametrize(
     "mpi", ["openmpi", pytest.param("mpich", marks=pytest.mark.rare)], indirect=True

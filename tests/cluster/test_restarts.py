@@ -12,6 +12,8 @@ import pytest
 from tests.cluster.hosts import Hosts
 from tests.cluster.launching import Launch, shared_folder
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 # Every rank writes down which samples it sees, step by step.
 TRAIN = """
 import json, os, sys, time

@@ -19,7 +19,7 @@ import pytest
 from tests.cluster.hosts import DISK, Hosts, why_not
 from tests.timeouts import patience
 
-pytestmark = pytest.mark.timeout(420)
+pytestmark = [pytest.mark.timeout(420), pytest.mark.usefixtures("forked_python")]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hospitals"
 NAMES = ("cleveland", "hungarian", "switzerland", "va")
 

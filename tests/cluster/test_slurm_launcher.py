@@ -14,6 +14,8 @@ from tests.cluster.launching import STEPS, WORKER_FAILURES, Launch, shared_folde
 from tests.cluster.slurm import Slurm
 from tests.timeouts import patience
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 ALLOCATION = ("salloc", "--quiet", "--nodes=2")
 
 PROBE = """

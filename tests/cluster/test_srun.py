@@ -22,6 +22,8 @@ from allhands import Loop, SupervisedRunner
 from tests.reference import relative_difference
 from tests.timeouts import patience
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -12,6 +12,8 @@ import pytest
 from tests.cluster.hosts import DISK, Hosts
 from tests.cluster.launching import Launch, shared_folder
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 PROBE = """
 import json, os, sys, time
 import torch, torch.distributed as dist

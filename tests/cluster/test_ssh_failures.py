@@ -16,6 +16,8 @@ from tests.cluster.hosts import DISK, Hosts
 from tests.cluster.launching import STEPS, WORKER_FAILURES, Launch, shared_folder
 from tests.timeouts import patience
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 
 def prepared(hosts: Hosts) -> Path:
     folder = shared_folder(hosts, "failures")
