@@ -92,6 +92,18 @@ if loop.main:
 """
 
 
+def until_one_joins(script: str) -> str:
+    """Steps that last until a worker has joined, and no longer."""
+    waits = """\
+        if os.environ.get("ALLHANDS_ELASTIC_JOINS"):
+            open("joined", "w").close()
+        time.sleep(0 if os.path.exists("joined") else pause)
+"""
+    changed = script.replace("        time.sleep(pause)\n", waits)
+    assert changed != script
+    return changed
+
+
 class Runner:
     """The same training by a `SupervisedRunner`, with a metric that keeps all outputs."""
 
@@ -302,7 +314,8 @@ def test_parts_of_the_optimizers_state_are_not_lost(job: Job, losses: list[str])
 
 
 def test_a_worker_that_joins_gets_its_part_of_the_optimizers_state(job: Job) -> None:
-    words = ("-n", "2", "--spares", "1", "--elastic", job.script(SHARDED), "6", "0.6")
+    script = job.script(until_one_joins(SHARDED))
+    words = ("-n", "2", "--spares", "1", "--elastic", script, "6", "0.6")
     code, out, err = job.run(*words, "0@9:SIGKILL", timeout=150)
     assert code == 0, out + err
     assert "membership 2: 1 worker joined" in out
@@ -321,26 +334,28 @@ def test_a_part_that_was_lost_twice_ends_the_training(job: Job) -> None:
 
 
 def test_a_stopped_worker_counts_as_lost_and_one_in_its_place_joins(job: Job) -> None:
-    script = job.script(SCRIPT.replace("epochs(3)", "epochs(8)"))
-    words = ("-n", "2", "--elastic", "--max-restarts", "1", script, "6", "0.4", "1@3:SIGSTOP")
+    longer = until_one_joins(SCRIPT.replace("epochs(3)", "epochs(8)"))
+    words = ("-n", "2", "--elastic", "--max-restarts", "1", job.script(longer))
+    words += ("6", "0.4", "1@3:SIGSTOP")
     code, out, err = job.run(*words, timeout=150)
     assert code == 0, out + err
     assert "1 worker joined; 2 workers go on" in out
     assert "started again (1 of 1)" in err
     found = result(job.folder)
     assert found[3] == 2
-    assert_same(found, alone(job.folder / "alone", SCRIPT.replace("epochs(3)", "epochs(8)"), 12))
+    assert_same(found, alone(job.folder / "alone", longer, 12))
 
 
 # A worker that is started again is lost as the others wait for it, to make the group that saves.
-LOST_AS_IT_JOINS = SCRIPT.replace("epochs(3)", "epochs(12)").replace(
+LOST_AS_IT_JOINS = until_one_joins(SCRIPT.replace("epochs(3)", "epochs(12)")).replace(
     "for epoch in",
     """
 if os.environ.get("ALLHANDS_ELASTIC_JOINS") and not os.path.exists("lost"):
     import torch.distributed as dist
 
     def new_group(*args, **options):
-        open("lost", "w").close()
+        for name in ("lost", "joined"):
+            open(name, "w").close()
         os.kill(os.getpid(), signal.SIGKILL)
 
     dist.new_group = new_group
@@ -359,7 +374,8 @@ def test_a_worker_that_is_lost_as_it_joins_is_not_waited_for(job: Job) -> None:
 
 
 def test_a_spare_worker_takes_the_place_of_a_lost_one(job: Job) -> None:
-    words = ("-n", "2", "--spares", "1", "--elastic", job.script(SCRIPT), "6", "0.6", "0@9:SIGKILL")
+    script = job.script(until_one_joins(SCRIPT))
+    words = ("-n", "2", "--spares", "1", "--elastic", script, "6", "0.6", "0@9:SIGKILL")
     code, out, err = job.run(*words, timeout=150)
     assert code == 0, out + err
     found = result(job.folder)

@@ -15,7 +15,7 @@ from tests.timeouts import patience
 
 from .conftest import Job
 from .test_elastic import SCRIPT as OWN_STEPS
-from .test_elastic import alone, assert_same, result
+from .test_elastic import alone, assert_same, result, until_one_joins
 
 pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("forked_python")]
 
@@ -45,7 +45,9 @@ class Loses(allhands.Callback):
                 os.kill(os.getpid(), getattr(signal, kind))
     def on_step_end(self, training):
         self.steps += 1
-        time.sleep(pause)
+        if not first:
+            open("joined", "w").close()
+        time.sleep(0 if os.path.exists("joined") else pause)
         self.maybe(training.step)
     def on_evaluate_start(self, training):
         self.maybe(f"e{training.epoch + 1}")
@@ -173,7 +175,7 @@ def test_steps_of_ones_own_go_on_too(
     job: Job, words: tuple[str, ...], losses: list[str], pause: float
 ) -> None:
     plain = OWN_STEPS.replace('logdir="logs"', 'logdir="logs", save_every=4, clip_norm=0.5')
-    script = plain.replace("clip_norm", f"strategy=allhands.{SHARDS}, clip_norm")
+    script = until_one_joins(plain.replace("clip_norm", f"strategy=allhands.{SHARDS}, clip_norm"))
     given = ("--elastic", *words, job.script(script), "3", str(pause), *losses)
     code, out, err = job.run("-n", "4", *given, timeout=150)
     assert code == 0, out + err

@@ -50,7 +50,9 @@ class Rounds(allhands.Callback):
     def on_epoch_start(self, training):
         now["round"] = training.step
         maybe("s")
-        time.sleep(float(sys.argv[2]))
+        if restarted:
+            open("joined", "w").close()
+        time.sleep(0 if os.path.exists("joined") else float(sys.argv[2]))
 
 torch.manual_seed(0)
 x = torch.randn(83, 6)
