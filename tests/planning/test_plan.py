@@ -29,10 +29,10 @@ from allhands.planning.step_correction import ALONE
 SIZES = {"vocab_size": 512, "block_size": 128, "layers": 4, "heads": 8, "width": 256}
 
 
-def plan(gpus: int, **options: Any) -> Any:
+def plan(gpus: int, samples: int = 16, sizes: dict[str, int] = SIZES, **options: Any) -> Any:
     with torch.device("meta"):
-        model = GPT(**SIZES, tied=False)
-    batch = torch.zeros(16, 128, dtype=torch.int64)
+        model = GPT(**sizes, tied=False)
+    batch = torch.zeros(samples, sizes["block_size"], dtype=torch.int64)
     given: dict[str, Any] = {
         "model": model,
         "criterion": NextToken(),
@@ -210,7 +210,9 @@ def test_processors_are_planned_by_real_steps_and_measured_operations(tmp_path: 
     times = OperationTimes(card_named("cpu"), device=torch.device("cpu"))
     ways = [DDP(), FSDP(), Pipeline()]
     strategies = [Candidate(one, {"name": one.name}) for one in ways]
-    found = plan(2, card="cpu", link="eth1", times=times, strategies=strategies)
+    small = {"vocab_size": 128, "block_size": 64, "layers": 4, "heads": 4, "width": 128}
+    options = {"card": "cpu", "link": "eth1", "times": times, "strategies": strategies}
+    found = plan(2, 4, small, **options)
     by_name = {row.name: row for row in found.rows}
     assert times.correction != ALONE
     for row in found.rows:
