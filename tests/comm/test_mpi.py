@@ -21,7 +21,7 @@ from tests.pages import run_page
 from tests.timeouts import patience
 from tests.world.test_world_processes import clean_environ
 
-pytestmark = pytest.mark.serial
+pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("forked_python")]
 
 LAUNCHERS = {
     "mpich": [str(Path(sys.executable).with_name("mpiexec"))],

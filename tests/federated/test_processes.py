@@ -28,7 +28,11 @@ from allhands.loop import workers
 from tests.federated import simulating as sim
 from tests.timeouts import patience
 
-pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("preloaded")]
+pytestmark = [
+    pytest.mark.serial,
+    pytest.mark.usefixtures("preloaded"),
+    pytest.mark.usefixtures("forked_python"),
+]
 
 
 @pytest.fixture

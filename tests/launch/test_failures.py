@@ -16,7 +16,7 @@ from tests.timeouts import patience
 
 from .conftest import wait_until
 
-pytestmark = pytest.mark.serial
+pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("forked_python")]
 
 # Rank 1 of a gloo group fails in some way while the others wait for it in a collective.
 FAIL = """
@@ -218,6 +218,7 @@ def test_launcher_is_killed(job: Any) -> None:
     process.stderr.close()
 
 
+@pytest.mark.usefixtures("new_python")
 def test_agent_is_killed(job: Any) -> None:
     process = start_stubborn(job)
     agent = [
@@ -285,6 +286,7 @@ def test_ten_jobs_at_once_do_not_collide(job: Any) -> None:
         assert (process.returncode, sorted(out.splitlines())) == (0, [b"[0] 2", b"[1] 2"]), err
 
 
+@pytest.mark.usefixtures("new_python")
 def test_ctrl_c_while_torch_is_imported(job: Any) -> None:
     process = job.start("-n", "2", job.script("print('up')"))
     assert wait_until(lambda: len(job.alive()) > 1, 20), (

@@ -19,6 +19,8 @@ from allhands.launch.hosts import HostSpec
 from allhands.launch.mpi import RANK, MpiLauncher, command_line, find_launcher
 from tests.timeouts import patience
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 OPEN_MPI, MPICH = MpiLauncher("mpirun", "openmpi"), MpiLauncher("mpiexec", "mpich")
 SCRIPT = Command("script", "train.py", ("--lr", "0.1"))
 D1, D2 = HostSpec("d1", slots=2), HostSpec("d2", slots=2)

@@ -27,7 +27,7 @@ from tests.timeouts import patience
 
 from .conftest import told_servers
 
-pytestmark = pytest.mark.serial
+pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("forked_python")]
 HOSTS = ["127.0.0.1", "localhost", "127.0.0.1"]
 
 

@@ -11,7 +11,7 @@ from tests.timeouts import patience
 
 from .conftest import Job
 
-pytestmark = pytest.mark.serial
+pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("forked_python")]
 
 # Raw gloo: a restarted rank that reads what a failed attempt left in the store dials addresses of
 # processes that are gone.

@@ -12,6 +12,8 @@ import pytest
 
 from tests.timeouts import patience
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 # Everything that a script can see of how it was started.
 LOOK = """
 import sys, os, json, signal, multiprocessing, threading, random
@@ -181,6 +183,7 @@ def test_processes_and_loaders_inside_a_worker(job: Any) -> None:
 
 
 @pytest.mark.serial
+@pytest.mark.usefixtures("new_python")
 def test_random_numbers_differ_as_in_processes_of_their_own(job: Any) -> None:
     script = job.script(
         "import random, numpy, sys\nassert 'torch' in sys.modules\n"

@@ -16,7 +16,11 @@ from allhands.launch import processes
 from tests.launch.conftest import wait_until
 from tests.timeouts import patience
 
-pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("mark")]
+pytestmark = [
+    pytest.mark.serial,
+    pytest.mark.usefixtures("mark"),
+    pytest.mark.usefixtures("forked_python"),
+]
 
 # Workers that save for a while, rank 1 for longer, and leave as a training does. Rank 0 tells rank
 # 1, as ranks that agree do.
@@ -264,6 +268,7 @@ def test_servers_outlive_the_signals_that_ask_workers_to_save(job: Any) -> None:
     assert out == [f"[{rank}] saved after SIGUSR1 1" for rank in range(2)]
 
 
+@pytest.mark.usefixtures("new_python")
 def test_signals_wait_until_a_new_process_takes_them() -> None:
     code = (
         "import sys\nfrom allhands.launch.processes import "

@@ -17,7 +17,7 @@ from allhands.errors import UserError
 from allhands.world.failure_detector import heartbeat_timeout
 from tests.timeouts import patience
 
-pytestmark = pytest.mark.serial
+pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("forked_python")]
 
 RANK = """
 import atexit, os, signal, sys, time

@@ -15,6 +15,8 @@ from allhands.world import detect, expand_hosts
 from allhands.world.devices import pick_device
 from tests.world.test_environments import environ, layout, meeting_of
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 # `srun -n 3` on two nodes, rank 2, as Slurm 22.05 sets it. --ntasks-per-node sets
 # SLURM_NTASKS_PER_NODE; nothing else does.
 UNEVEN = (

@@ -33,7 +33,7 @@ SLURM_STEP = {
     "SLURM_STEP_NODELIST": "localhost",
     "SLURM_STEP_NUM_NODES": "1",
 }
-pytestmark = pytest.mark.serial
+pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("forked_python")]
 
 Told = dict[str, Any]
 

@@ -21,7 +21,7 @@ from tests.timeouts import patience
 
 from .test_world_processes import SCRIPT, clean_environ
 
-pytestmark = [pytest.mark.serial, pytest.mark.slow]
+pytestmark = [pytest.mark.serial, pytest.mark.slow, pytest.mark.usefixtures("forked_python")]
 # Debian's default, and the trap: a host's own name is a loopback address there.
 HOSTS = "127.0.0.1 localhost\n127.0.1.1 {own}\n10.213.77.1 n1\n10.213.77.2 n2\n"
 

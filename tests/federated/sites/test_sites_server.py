@@ -22,7 +22,7 @@ import allhands
 from tests.examples.running import program
 from tests.timeouts import patience
 
-pytestmark = [pytest.mark.serial, pytest.mark.slow]
+pytestmark = [pytest.mark.serial, pytest.mark.slow, pytest.mark.usefixtures("forked_python")]
 
 PAGE = (Path(__file__).parents[3] / "docs" / "federated_sites.md").read_text(encoding="utf-8")
 NAMES, SIZES = ("north", "east", "south"), (10, 26, 18)
