@@ -335,7 +335,7 @@ def test_a_part_that_was_lost_twice_ends_the_training(job: Job) -> None:
 
 def test_a_stopped_worker_counts_as_lost_and_one_in_its_place_joins(job: Job) -> None:
     longer = until_one_joins(SCRIPT.replace("epochs(3)", "epochs(8)"))
-    words = ("-n", "2", "--elastic", "--max-restarts", "1", job.script(longer))
+    words: tuple[str, ...] = ("-n", "2", "--elastic", "--max-restarts", "1", job.script(longer))
     words += ("6", "0.4", "1@3:SIGSTOP")
     code, out, err = job.run(*words, timeout=150)
     assert code == 0, out + err

@@ -4,6 +4,7 @@ step. On a processor a graph is the function itself; on a GPU (marked so) it is 
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -54,12 +55,13 @@ class Trained:
         capture: Callable[..., Any] | None = None,
         clip: float | None = 0.5,
         criterion: nn.Module | None = None,
+        outputs: str = "kept",
     ) -> None:
         criterion = nn.CrossEntropyLoss() if criterion is None else criterion
         self.model = model.to(device)
         self.optimizer = kind(self.model.parameters(), **options)
         self.losses: list[float] = []
-        self.outputs: list[torch.Tensor] = []
+        self.outputs: list[torch.Tensor | None] = []
         self.said: list[str] = []
         self.captures = 0
         world = world_on(device)
@@ -69,7 +71,7 @@ class Trained:
             output: Any, target: Any, loss: torch.Tensor, factor: float, count: Any
         ) -> None:
             self.losses.append(float(loss.detach()) * factor)
-            self.outputs.append(output.detach())
+            self.outputs.append(None if output is None else output.detach())
 
         def keep(function: Callable[[], None]) -> Callable[[], None]:
             self.captures += 1
@@ -104,7 +106,7 @@ class Trained:
                 None,
                 self.optimizer,
                 device,
-                True,
+                outputs,
                 device.type == "cuda",
                 insist,
                 self.said.append,
@@ -348,6 +350,36 @@ def test_weights_after_fifty_steps_equal_eager_ones(
     assert made[0].said == ["step: captured in a CUDA graph, and replayed from here on"]
     assert apart(made[0].model, made[1].model) < 2e-5
     assert made[0].losses == pytest.approx(made[1].losses, rel=1e-4)
+
+
+class Watched(nn.Module):
+    """Notes in each backward pass whether its output is still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.inner, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.there: list[bool] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.inner(x)
+        output = self.head(hidden)
+        known = weakref.ref(output)
+        hidden.register_hook(lambda _: self.there.append(known() is not None))
+        return output
+
+
+@pytest.mark.parametrize("outputs", ["read", "unread"])
+def test_an_output_that_nobody_reads_is_freed_before_the_backward_pass(outputs: str) -> None:
+    """That of a language model is among its largest tensors."""
+    one = Trained(Watched(), torch.optim.SGD, MOMENTUM, outputs=outputs)
+    other = Trained(Watched(), torch.optim.SGD, MOMENTUM, captured=False)
+    for trained in (one, other):
+        trained.steps(data(8))
+    assert one.captures == 1
+    assert one.model.there[2:] == [outputs == "read"] * 6  # the first two steps are eager
+    assert one.losses == pytest.approx(other.losses, rel=1e-6)
+    assert [output is None for output in one.outputs[2:]] == [outputs == "unread"] * 6
 
 
 @pytest.mark.gpu

@@ -42,7 +42,7 @@ def with_capture(run: Callable[..., Any], *args: Any) -> Any:
             of.criterion,
             of.optimizer,
             of.world.device,
-            False,
+            "read",
             True,
             False,
             print,

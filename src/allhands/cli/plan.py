@@ -256,4 +256,5 @@ def _definition(run_file: RunFile) -> dict[str, Any]:
         "batch": feed.example(given.data.batch_size),
         "accumulate": given.accumulate,
         "step": given.step,
+        "keeps_outputs": bool(given.metrics),
     }

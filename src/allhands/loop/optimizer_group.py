@@ -100,7 +100,7 @@ class OptimizerGroup:
             task.criterion,
             self.optimizer,
             self.world.device,
-            keeps=task.keeps_outputs,
+            outputs=task.outputs,
             shows=task.shows_gradients,
             insist=self.settings.step == "graph",
             say=self._say,

@@ -92,6 +92,7 @@ def in_plan(settings: LoopSettings, task: Task, batch: Any) -> dict[str, Any]:
         "accumulate": settings.accumulate,
         "clip_norm": settings.clip_norm,
         "runner": task.runner,
+        "keeps_outputs": task.outputs == "kept",
     }
 
 

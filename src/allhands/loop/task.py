@@ -23,7 +23,8 @@ class Task:
             as it was given.
         own_calls: the code of the user's that calls the model in a step, as the beginning of a
             sentence; "" where there is none.
-        keeps_outputs: outputs and targets of a step are used after it.
+        outputs: whether outputs and targets are "kept" after a step, "read" in it alone, or
+            "unread".
         shows_gradients: gradients are looked at after a step.
         runner: who calls the model on a batch, as `allhands.plan` takes it; None where steps are
             the user's own.
@@ -33,7 +34,7 @@ class Task:
     criterion: Any
     rows_of: Callable[[Any], int | None]
     own_calls: str = ""
-    keeps_outputs: bool = False
+    outputs: str = "read"
     shows_gradients: bool = False
     runner: Any = None
 

@@ -63,6 +63,7 @@ class Workload:
         samples: how many samples that is.
         runner: calls the model on a batch.
         precision, accumulate, clip_norm, activation_checkpointing, step: as for `train`.
+        keeps_outputs: metrics take the outputs of a captured step when it is over.
         backend: "nccl", or "gloo" for ranks on processors.
     """
 
@@ -78,6 +79,7 @@ class Workload:
     activation_checkpointing: Any = False
     step: str = "auto"
     backend: str = "nccl"
+    keeps_outputs: bool = False
 
 
 @dataclass(frozen=True)
@@ -228,8 +230,7 @@ def _taken(
     counts = [workload.samples] * parts
     captured = workload.step != "eager" and strategy.capture_refused(model, world) is None
     at_start = recorder.storages.held
-    # A captured step is captured of one copy of a batch, and reads another; its outputs are kept
-    # until it is over, as the next replay tells of them.
+    # A captured step is captured of one copy of a batch, and reads another.
     inputs = [batch, *(map_tensors(batch, torch.empty_like) for _ in range(2 * captured))]
     outputs: list[Any] = []
     first, kinds = strategy.kinds_of_step()
@@ -242,7 +243,7 @@ def _taken(
             group.train()
             take = group.step_for(objective)
             take.before_first_update = None
-            if captured:
+            if captured and workload.keeps_outputs:
                 take.observe = lambda *values: outputs.append(values)
         following = number + 1
         recorder.phase, recorder.records = FORWARD, number in kinds

@@ -143,6 +143,7 @@ def plan(
     clip_norm: float | None = None,
     step: str = "auto",
     runner: Any = None,
+    keeps_outputs: bool = False,
     servers: int = 0,
     strategies: Iterable[Candidate] | None = None,
     times: OperationTimes | None = None,
@@ -170,6 +171,7 @@ def plan(
         per_host: GPUs of a host.
         precision, accumulate, clip_norm, step: as for `train`; what compiling changes is not known.
         runner: calls the model on a batch; None is `SupervisedRunner()`.
+        keeps_outputs: metrics take the outputs of a captured step when it is over.
         servers: look at so many parameter servers too, each on a host of its own.
         strategies: what to look at; None takes all that may fit, with layers that are computed
             again where one does not fit otherwise.
@@ -206,6 +208,7 @@ def plan(
         clip_norm=clip_norm,
         step=step,
         backend="gloo" if chosen.name == CPU else "nccl",
+        keeps_outputs=keeps_outputs,
     )
     times = times or OperationTimes(chosen)
     if chosen.name == CPU:

@@ -34,7 +34,7 @@ class SupervisedTraining(Training):
             criterion=settings.criterion,
             rows_of=runner.rows_of,
             own_calls="" if runner.plain_batches else "handle_batch is your own",
-            keeps_outputs=bool(settings.metrics),
+            outputs="kept" if settings.metrics else "unread",
             shows_gradients=bool(self._step_hooks),
             runner=runner,
         )

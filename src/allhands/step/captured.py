@@ -23,7 +23,7 @@ from allhands.step.compile_check import losses_and_gradients
 from allhands.step.compile_choice import CompileChoice
 from allhands.step.exchange import Count
 from allhands.step.guards import HostState, hooked, waits_noted, where_raised
-from allhands.step.optimizer_step import OptimizerStep
+from allhands.step.optimizer_step import Observer, OptimizerStep
 
 STEPS = ("auto", "eager", "compile", "graph")
 # steps of a shape before the one that is looked at: libraries set themselves up in the first ones
@@ -60,8 +60,8 @@ class CapturedSteps:
         criterion: the loss.
         optimizer: which updates the model's parameters.
         device: of all of them.
-        keeps: outputs and targets are kept when they are observed, for metrics; they are copied
-            then.
+        outputs: what who observes a step does with outputs and targets: they are "kept", for
+            metrics, and are copied then; "read"; or "unread", and are freed in the backward pass.
         shows: gradients are looked at after a step, so that they have to lie in the parameters.
         insist: raise `UserError` instead of going on eagerly.
         say: takes a line to print.
@@ -74,14 +74,14 @@ class CapturedSteps:
         criterion: Any,
         optimizer: torch.optim.Optimizer,
         device: torch.device,
-        keeps: bool,
+        outputs: str,
         shows: bool,
         insist: bool,
         say: Callable[[str], None],
         capture: Capture | None = None,
     ) -> None:
         self.module, self.criterion, self.device = module, criterion, device
-        self.keeps, self.shows, self.insist, self.say = keeps, shows, insist, say
+        self.outputs, self.shows, self.insist, self.say = outputs, shows, insist, say
         self.optimizer = Capturable(optimizer, device)
         self.reason: str | None = None
         #: Whether the model is to be compiled meanwhile.
@@ -219,7 +219,7 @@ class CapturedSteps:
         and is taken once only, since other ranks take it too."""
         host = HostState(self.module, self.criterion)
         observed: list[tuple[Any, ...]] = []
-        observe, take.observe = take.observe, lambda *values: observed.append(values)
+        observe, take.observe = take.observe, _notes_in(observed, self.outputs)
         try:
             with waits_noted(self.device) as waits:
                 take(*step)
@@ -242,7 +242,7 @@ class CapturedSteps:
             return None
         try:
             captured = _CapturedStep(
-                take, leaves, tree, step, self._capture, self.device, self.keeps, self.shows
+                take, leaves, tree, step, self._capture, self.device, self.outputs, self.shows
             )
         except RuntimeError as error:
             what = (
@@ -301,7 +301,7 @@ class _CapturedStep:
         step: the further arguments of the step.
         capture: see `Capture`.
         device: where the graph reads.
-        keeps, shows: see `CapturedSteps`.
+        outputs, shows: see `CapturedSteps`.
     """
 
     def __init__(
@@ -312,10 +312,10 @@ class _CapturedStep:
         step: tuple[Any, ...],
         capture: Capture,
         device: torch.device,
-        keeps: bool,
+        outputs: str,
         shows: bool,
     ) -> None:
-        self._own, self._keeps = take, keeps
+        self._own, self._keeps = take, outputs == "kept"
         static = [
             torch.empty_like(leaf, device=device).copy_(leaf)
             if isinstance(leaf, torch.Tensor)
@@ -329,7 +329,7 @@ class _CapturedStep:
 
         def function() -> None:
             self._observed.clear()
-            observe, take.observe = take.observe, lambda *values: self._observed.append(values)
+            observe, take.observe = take.observe, _notes_in(self._observed, outputs)
             try:
                 self._counted = take.compute(batches, *step)
             finally:
@@ -353,6 +353,15 @@ class _CapturedStep:
                 take.observe(output, target, *measured)
         if take.exchange.after_step is not None:
             take.exchange.after_step(self._counted)
+
+
+def _notes_in(observed: list[tuple[Any, ...]], outputs: str) -> Observer:
+    """Notes what a step tells, to be told after it."""
+
+    def note(output: Any, target: Any, *measured: Any) -> None:
+        observed.append((*((None, None) if outputs == "unread" else (output, target)), *measured))
+
+    return note
 
 
 def _address(parameter: Any) -> int:
