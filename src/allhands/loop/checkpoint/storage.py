@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from allhands.compat import StorageInfo
+from allhands.loop.checkpoint.direct_file import DirectFile
 from allhands.loop.checkpoint.files import (
     CHECKSUMS,
     INDEX_FILE,
@@ -47,21 +48,6 @@ from allhands.loop.checkpoint.files import (
 _SUM_SUFFIX = ".sum"
 
 
-class _ChecksumStream:
-    """A file that sums up what is written to it, so that it need not be read again."""
-
-    def __init__(self, raw: IO[bytes], kind: str) -> None:
-        self.raw, self.kind = raw, kind
-        self.sum = CHECKSUMS[kind]()
-
-    def write(self, data: Any) -> int:
-        self.sum.update(data)
-        return self.raw.write(data)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.raw, name)
-
-
 class _ChecksumFiles(FileSystem):
     """Makes the files that PyTorch's writer writes, and keeps their sums by name."""
 
@@ -70,10 +56,14 @@ class _ChecksumFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        with Path(path).open(mode) as raw:
-            stream = _ChecksumStream(raw, fastest_checksum())
+        kind = fastest_checksum()
+        stream = DirectFile(Path(path), CHECKSUMS[kind]())
+        try:
             yield stream
-        self.sums[Path(path).name] = {stream.kind: stream.sum.hexdigest()}
+            stream.close()
+        finally:
+            stream.discard()
+        self.sums[Path(path).name] = {kind: stream.checksum.hexdigest()}
 
 
 class Writer(FileSystemWriter):
@@ -90,7 +80,7 @@ class Writer(FileSystemWriter):
     def __init__(
         self, aside: Path, rest: bytes, summary: dict[str, Any], complete: Callable[[], None]
     ) -> None:
-        super().__init__(aside, single_file_per_rank=True, sync_files=True, thread_count=1)
+        super().__init__(aside, single_file_per_rank=True, sync_files=False, thread_count=1)
         self.fs = self._files = _ChecksumFiles()
         self.aside = aside
         self.rest = rest
