@@ -1,8 +1,8 @@
 """Rounds across sites over loopback: ours beside a minimal Flower app, many sites, and the server's
 memory.
 
-    python benchmarks/federated_sites.py [--parts rounds,loading,many,memory] [--turns 2] [--rounds
-    4] [--loading 2]
+    python benchmarks/federated_sites.py [--parts rounds,loading,many,memory,rest] [--turns 2]
+        [--rounds 4] [--loading 2]
 
 - ``rounds``: 4 sites and ResNet-18 (11.2 million parameters, 45 MB in float32); each site takes one
   step on 4 images. Ours and the app that Flower's quick start would give (`flower-superlink`, 4
@@ -13,6 +13,7 @@ memory.
 - ``many``: 10 sites with a tiny model, 3 rounds.
 - ``memory``: the most memory that the server's two processes have had (resident set) with 2 and
   with 8 sites of the 45 MB model.
+- ``rest``: the memory that they have while sites with a tiny model are connected and wait.
 
 A round lasts from the end of the one before to its own end; the first of a turn does not count.
 Ours saves a checkpoint in every round, Flower's app saves nothing. Both are insecure (plain text),
@@ -49,6 +50,11 @@ from report import RESULTS, machine, save_json
 RATE, IMAGES, LIMIT = 0.01, 4, 900.0
 RESNET: dict[str, Any] = {"name": "resnet18", "norm": "group"}
 TINY: dict[str, Any] = {"name": "mlp", "in_features": 3072, "hidden": [], "out_features": 10}
+ROLES = {
+    "superlink": "allhands.federated.sites.superlink",
+    "serverapp": "allhands.federated.sites.server_process",
+}
+QUIET = 10.0  # seconds until memory is looked at, in which nobody comes
 BIN = Path(sys.executable).parent
 
 DATA = '''
@@ -246,6 +252,14 @@ class Group:
                             self.peaks.get(role, 0.0), int(found[1]) / 1e3 if found else 0.0
                         )
 
+    def resident(self, part: str) -> list[float]:
+        """The memory of each process whose command line has this part, in MB."""
+        return [
+            member.memory_info().rss / 1e6
+            for member in self.members()
+            if part in " ".join(member.cmdline())
+        ]
+
     def launches(self) -> int:
         """Processes of messages that sites have started: more than messages, where Flower gave one
         up and began anew."""
@@ -266,9 +280,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def ours(model: dict[str, Any], sites: int, rounds: int, loading: float) -> dict[str, Any]:
-    """One run across sites with `allhands federated server` and `allhands federated site`."""
-    names = [f"site{number}" for number in range(sites)]
+def start_ours(
+    group: Group, model: dict[str, Any], sites: int, rounds: int, loading: float, absent: int = 0
+) -> subprocess.Popen[bytes]:
+    """Start `allhands federated server` and so many of `allhands federated site`; the server waits
+    for `absent` more, which are not started."""
+    names = [f"site{number}" for number in range(sites + absent)]
     run = {
         "data": {
             "name": "own.py:load",
@@ -287,51 +304,54 @@ def ours(model: dict[str, Any], sites: int, rounds: int, loading: float) -> dict
             "sites": {"names": names, "wait": LIMIT, "round_timeout": LIMIT},
         },
     }
-    with tempfile.TemporaryDirectory() as folder, Group(Path(folder)) as group:
-        (group.folder / "run.yml").write_text(yaml.safe_dump(run))
-        (group.folder / "own.py").write_text(OURS)
-        port, began = free_port(), time.time()
-        server = group.start(
-            "server",
+    (group.folder / "run.yml").write_text(yaml.safe_dump(run))
+    (group.folder / "own.py").write_text(OURS)
+    port = free_port()
+    server = group.start(
+        "server",
+        "allhands",
+        "federated",
+        "server",
+        "-C",
+        "run.yml",
+        "--port",
+        str(port),
+        "--insecure",
+    )
+    for name in names[:sites]:
+        (group.folder / name).mkdir()
+        group.start(
+            name,
             "allhands",
             "federated",
-            "server",
+            "site",
             "-C",
             "run.yml",
-            "--port",
-            str(port),
+            "--server",
+            f"127.0.0.1:{port}",
+            "--data",
+            name,
+            "--name",
+            name,
             "--insecure",
         )
-        for name in names:
-            (group.folder / name).mkdir()
-            group.start(
-                name,
-                "allhands",
-                "federated",
-                "site",
-                "-C",
-                "run.yml",
-                "--server",
-                f"127.0.0.1:{port}",
-                "--data",
-                name,
-                "--name",
-                name,
-                "--insecure",
-            )
-        roles = {
-            "superlink": "allhands.federated.sites.superlink",
-            "serverapp": "allhands.federated.sites.server_process",
-        }
-        group.wait(lambda: server.poll() is not None, roles)
+    return server
+
+
+def ours(model: dict[str, Any], sites: int, rounds: int, loading: float) -> dict[str, Any]:
+    """One run across sites with `allhands federated server` and `allhands federated site`."""
+    with tempfile.TemporaryDirectory() as folder, Group(Path(folder)) as group:
+        began = time.time()
+        server = start_ours(group, model, sites, rounds, loading)
+        group.wait(lambda: server.poll() is not None, ROLES)
         if server.returncode:
             raise SystemExit(f"the server failed:\n{group.said(['server'])}")
         took = time.time() - began
-        events = [
-            json.loads(line)
-            for line in (group.folder / "logs" / "events.jsonl").read_text().splitlines()
-        ]
-        logs = "".join((group.folder / f"{name}.log").read_text(errors="replace") for name in names)
+        events = events_of(group)
+        logs = "".join(
+            (group.folder / f"site{number}.log").read_text(errors="replace")
+            for number in range(sites)
+        )
     ends = [event["time"] for event in events if event["kind"] == "round_end"]
     count = {
         kind: sum(event["kind"] == kind for event in events)
@@ -346,6 +366,12 @@ def ours(model: dict[str, Any], sites: int, rounds: int, loading: float) -> dict
         "started_again": logs.count("started again"),
         "peak_MB": {role: round(peak) for role, peak in group.peaks.items()},
     }
+
+
+def events_of(group: Group) -> list[dict[str, Any]]:
+    """What the server has written down."""
+    path = group.folder / "logs" / "events.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def flower(model: dict[str, Any], sites: int, rounds: int, loading: float) -> dict[str, Any]:
@@ -472,6 +498,26 @@ def memory(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+def greeted(group: Group) -> set[str]:
+    """The sites that have told the server what they have."""
+    return {event["site"] for event in events_of(group) if event["kind"] == "greeted"}
+
+
+def rest(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The memory of the server's processes while sites are connected and nothing is to be done."""
+    rows: list[dict[str, Any]] = []
+    for sites in map(int, args.rest.split(",")):
+        with tempfile.TemporaryDirectory() as folder, Group(Path(folder)) as group:
+            start_ours(group, TINY, sites, 1, 0.0, absent=1)
+            group.wait(lambda group=group, sites=sites: len(greeted(group)) == sites, {})
+            quiet = time.monotonic() + QUIET
+            group.wait(lambda quiet=quiet: time.monotonic() > quiet, {})
+            found = {role: round(sum(group.resident(part))) for role, part in ROLES.items()}
+        rows.append({"sites": sites, "resident_MB": found})
+        print(f"{sites} sites at rest: resident MB {found}", flush=True)
+    return rows
+
+
 def shown(result: dict[str, Any]) -> str:
     times = ", ".join(f"{seconds:.1f}" for seconds in result["rounds"])
     return (
@@ -484,7 +530,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parts", default="rounds,loading,many,memory")
+    parser.add_argument("--parts", default="rounds,loading,many,memory,rest")
     parser.add_argument("--sites", type=int, default=4, help="of the parts rounds and loading")
     parser.add_argument("--rounds", type=int, default=4, help="of a turn; the first does not count")
     parser.add_argument("--turns", type=int, default=2)
@@ -497,6 +543,7 @@ def main() -> None:
     )
     parser.add_argument("--many", type=int, default=10, help="sites of the part many")
     parser.add_argument("--memory", default="2,8", help="sites of the part memory")
+    parser.add_argument("--rest", default="2,8,24", help="sites of the part rest")
     parser.add_argument(
         "--tiny",
         action="store_true",
@@ -513,6 +560,7 @@ def main() -> None:
         "loading": lambda: beside(args, args.loading),
         "many": lambda: many(args),
         "memory": lambda: memory(args),
+        "rest": lambda: rest(args),
     }
     wanted = args.parts.split(",")
     if unknown := [part for part in wanted if part not in parts]:

@@ -184,7 +184,7 @@ def site_plan(options: SiteOptions, run_file: RunFile) -> str:
     lines = [
         "Processes:",
         *_commands(sites_site.commands(options)),
-        "  clientapp (started by Flower's superexec for each message)",
+        "  clientapp (forked by the superexec for each message)",
     ]
     lines += ["    allhands.federated.sites.message_process", "Connections:"]
     lines += [f"  to {options.server} ({secure}); nothing connects to this machine"]

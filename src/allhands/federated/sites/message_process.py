@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import sys
 from typing import Any
 
 from allhands.errors import UserError
@@ -42,7 +43,7 @@ def replace_loading(module: Any) -> None:
     module.install_app_dependencies = install
 
 
-def arguments(given: list[str] | None = None) -> argparse.Namespace:
+def arguments(given: list[str]) -> argparse.Namespace:
     """Those of `flwr-clientapp`, as Flower's superexec writes them. Its own parser comes with the
     whole SuperNode, which takes longer to import than all else that happens here."""
     parser = argparse.ArgumentParser(prog="flwr-clientapp", allow_abbrev=False)
@@ -54,12 +55,18 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
-def main() -> None:
-    """`flwr-clientapp`, with its own arguments."""
-    flower.require()
-    asked = arguments()
+def prepare() -> Any:
+    """Flower's module that runs a message, with our app in it."""
     module: Any = importlib.import_module("flwr.supernode.runtime.run_clientapp")
     replace_loading(module)
+    flower.ask_again_soon()
+    return module
+
+
+def run(given: list[str]) -> None:
+    """`flwr-clientapp`, with these arguments."""
+    asked = arguments(given)
+    module = prepare()
     from flwr.supercore.tls import validate_and_resolve_root_certificates
 
     module.run_clientapp(
@@ -72,6 +79,12 @@ def main() -> None:
         parent_pid=asked.parent_pid,
         runtime_dependency_install=False,
     )
+
+
+def main() -> None:
+    """`flwr-clientapp`, with its own arguments."""
+    flower.require()
+    run(sys.argv[1:])
 
 
 if __name__ == "__main__":

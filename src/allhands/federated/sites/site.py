@@ -104,7 +104,10 @@ def commands(options: SiteOptions) -> dict[str, list[str]]:
         ],
         # Its own processes talk over loopback, where the secret says who is who.
         "superexec": [
-            flower.command("flower-superexec"),
+            sys.executable,
+            "-P",
+            "-m",
+            "allhands.federated.sites.superexec",
             "--insecure",
             "--runtime-api-address",
             f"127.0.0.1:{port}",
