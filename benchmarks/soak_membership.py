@@ -90,7 +90,8 @@ for epoch in loop.epochs(epochs):
         loop.step(loss_of, batch)
         trains.touch()
         if not Path("done").exists():  # the training lasts as long as there are events to come
-            time.sleep(pause * (1 if loop.global_step < steps / 2 else 8))
+            part = loop.global_step / steps
+            time.sleep(pause * (1 if part < 0.5 else 8 if part < 0.9 else 40))
     epoch.evaluate("valid", loss_of)
 if loop.main:
     torch.save({name: p.detach().cpu() for name, p in model.named_parameters()}, "final.pt")
@@ -216,11 +217,13 @@ def soak(
     limit: float,
     keep: str | None,
     store: bool = False,
+    epochs: int | None = None,
+    spares: int = 0,
 ) -> dict[str, Any]:
     """One job; what has happened, with "wrong": what should not have."""
     draw, batch, pause = random.Random(seed), 8, 0.25
     # A joining worker takes some seconds to start, in which nobody else may be left to kill.
-    epochs = max(3, int(events * (gap + 8) / pause * batch * workers / 403))
+    epochs = epochs or max(3, int(events * (gap + 8) / pause * batch * workers / 403))
     with tempfile.TemporaryDirectory() as name:
         alone, together = Path(name, "alone"), Path(name, "together")
         alone.mkdir()
@@ -228,7 +231,8 @@ def soak(
         script = Path(name, "train.py")
         script.write_text((HOST_NAME if device == "cuda" else "") + SCRIPT)
         run_undisturbed(alone, script, batch, workers, epochs, device, every)
-        words = launched(workers, "--elastic", "--max-restarts", "1000000")
+        options = ["--spares", str(spares)] if spares else []
+        words = launched(workers, "--elastic", "--max-restarts", "1000000", *options)
         words += [str(script), str(batch), str(epochs), str(pause), device, str(batch * workers)]
         words += [str(every), str(shards)]
         environment = os.environ | {"ALLHANDS_SOAK": str(os.getpid()), "OMP_NUM_THREADS": "1"}
@@ -264,6 +268,7 @@ def soak(
             "every": every,
             "shards": shards,
             "store": store,
+            "spares": spares,
             "seed": seed,
             "seconds": time.monotonic() - began,
             "events": done,
@@ -315,6 +320,8 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=0, help="steps between exchanges (local_sgd)")
     parser.add_argument("--shards", type=int, default=0, help="of each of two copies (a mesh)")
     parser.add_argument("--store", action="store_true", help="KVStore(update='store')")
+    parser.add_argument("--epochs", type=int, help="of 403 samples; so many as events may take")
+    parser.add_argument("--spares", type=int, default=0, help="workers that wait to take part")
     parser.add_argument("--leaves", type=int, default=100, help="at most, of those that leave")
     parser.add_argument("--limit", type=float, default=7200.0, help="seconds, no events after them")
     parser.add_argument("--keep", help="a folder for what the job has written")
@@ -334,6 +341,8 @@ def main() -> None:
         given.limit,
         given.keep,
         given.store,
+        given.epochs,
+        given.spares,
     )
     print(json.dumps(found, indent=1))
     if given.save:

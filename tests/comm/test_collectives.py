@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -14,6 +16,7 @@ from allhands.comm import (
     broadcast_ints,
     broadcast_new,
     broadcast_tensors,
+    collectives,
     mean_buffers,
     sum_gradients,
 )
@@ -143,6 +146,15 @@ def told_by_rank_1() -> dict[str, object]:
         "bytes": broadcast_bytes(b"said" if world.rank == 1 else b"", world, 1).decode(),
         "no bytes": broadcast_bytes(b"", world, 1).decode(),
     }
+
+
+def test_tensors_of_other_devices_travel_with_those_of_the_worlds(monkeypatch):
+    sent = []
+    monkeypatch.setattr(collectives.dist, "broadcast", lambda flat, *_: sent.append(flat))
+    world = SimpleNamespace(world_size=2, rank=0, device=torch.device("meta"))
+    given = [torch.tensor(3.0), torch.ones(2, device="meta")]
+    broadcast_new(given, [([], torch.float32), ([2], torch.float32)], world, 0)
+    assert [(len(flat), flat.device.type) for flat in sent] == [(12, "meta")]
 
 
 def test_tensors_of_one_rank_are_made_on_the_others():

@@ -161,7 +161,8 @@ def broadcast_new(
         if given is None:
             flat = torch.empty(sum(sizes), dtype=dtype, device=world.device)
         else:
-            flat = joined(given[number] for number in numbers).to(world.device)
+            # Adam's steps are on the processor, and its averages on the GPU.
+            flat = joined(given[number].to(world.device) for number in numbers)
         if len(flat):
             dist.broadcast(flat.view(torch.uint8), source, group)  # gloo and nccl know few dtypes
         if given is None:

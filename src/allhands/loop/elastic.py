@@ -146,9 +146,9 @@ class Elastic(ElasticUnits):
             )
         if self.world.backend == "nccl":
             return (
-                f"strategy '{name}' keeps parts of the model on the workers, and with nccl the "
-                "copy that was left has taken no further step; write --max-restarts without "
-                "--elastic, or device='cpu'"
+                f"strategy '{name}' keeps parts of the model on the workers, and with nccl no "
+                "copy has joined another one yet; write --max-restarts without --elastic, or "
+                "device='cpu'"
             )
         if settings.step == "compile":
             return "what is compiled is lost with the parts of the model; write step='auto'"
