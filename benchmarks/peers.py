@@ -327,12 +327,13 @@ def planning_card(found: dict[str, Any]) -> list[Table]:
                 f"{row['predicted gib']:.2f}",
                 f"{row['measured gib']:.2f}",
                 f"{100 * (row['memory'] - 1):+.1f} %",
+                f"{row['reserved gib']:.2f}" if "reserved gib" in row else "",
                 f"{row['predicted ms']:,.1f}" if timed else "",
                 f"{row['measured ms']:,.1f}" if timed else "",
                 f"{100 * (row['time'] - 1):+.1f} %" if timed else "",
             ]
         )
-    header = ["", "GiB, plan", "measured", "error", "ms, plan", "measured", "error"]
+    header = ["", "GiB, plan", "measured", "error", "reserved", "ms, plan", "measured", "error"]
     return [(f"bf16, a step on one H200, {about(found)}", header, rows)]
 
 

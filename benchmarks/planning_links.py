@@ -25,7 +25,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from report import machine, save_json
+from report import RESULTS, machine, save_json
 from tests.cluster.hosts import Hosts
 from tests.cluster.launching import ALLHANDS
 from tests.cluster.machine import call
@@ -245,7 +245,9 @@ def main() -> None:
         return work()
     if given.predict is not None:
         return predict(given.predict)
-    found: dict[str, Any] = {}
+    path = RESULTS / f"{given.out}.json"
+    before = json.loads(path.read_text())["speeds"] if path.exists() else {}
+    found: dict[str, Any] = {speed: before[speed] for speed in SPEEDS if speed in before}
     for speed in given.speeds:
         with Hosts(("d1", "d2"), label=f"links-{os.getpid()}") as hosts:
             shape(hosts, SPEEDS[speed])

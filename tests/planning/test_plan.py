@@ -14,8 +14,10 @@ from torch import nn
 import allhands
 from allhands import DDP, FSDP, LocalSGD, Pipeline, UserError
 from allhands.cli.main import run
+from allhands.cli.run_objects import strategy_from
+from allhands.cli.shared_options import read_checked
 from allhands.models.transformer import GPT, NextToken
-from allhands.planning.candidates import Candidate
+from allhands.planning.candidates import Candidate, candidates
 from allhands.planning.machines import card_named
 from allhands.planning.operation_times import (
     OperationTimes,
@@ -230,3 +232,53 @@ def test_processors_are_planned_by_real_steps_and_measured_operations(tmp_path: 
     assert read_correction(path) == times.correction
     assert read_own(path) == times.own
     assert json.loads(path.read_text())["links"] == {"between": {}}
+
+
+def read(path: Path, text: str) -> Any:
+    path.write_text(text)
+    return read_checked([path], [])
+
+
+@pytest.mark.parametrize("gpus", [2, 16])
+def test_a_run_file_takes_the_lines_of_each_way(gpus: int, tmp_path: Path) -> None:
+    for way in candidates(gpus, 8, servers=2):
+        read_back = strategy_from(read(tmp_path / "run.yml", yaml.safe_dump(way.sections)))
+        assert type(read_back) is type(way.strategy)
+        assert Candidate(read_back, way.lines).degrees(gpus) == way.degrees(gpus)
+
+
+def test_the_run_files_own_way_is_looked_at(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "run.yml"
+    own.write_text("mesh: {tp: 3, dp: 2}\nactivation_checkpointing: true\n")
+    assert run(["plan", "-C", str(own), "--gpus", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "mesh dp 2 tp 3 recompute: mesh: pp 1 x dp 2 x tp 3 = 6, but there are 2 work" in said
+    own.write_text("strategy: {name: ddp, bucket_cap_mb: 5}\n")
+    assert run(["plan", "-C", str(own), "--gpus", "2"]) == 0
+    assert "ddp bucket_cap_mb 5 " in capsys.readouterr().out
+
+
+class AsksForNumbers(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x[(x > 0).any(1).nonzero().flatten()])
+
+
+def test_a_model_that_needs_numbers_is_refused_by_the_line_that_asks_for_them() -> None:
+    model = AsksForNumbers(8, 8)
+    with pytest.raises(UserError, match=r"test_plan.py:\d+ \(return super.*what depends on the"):
+        allhands.plan(
+            model=model,
+            criterion=nn.MSELoss(),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            batch=(torch.ones(4, 8), torch.ones(4, 8)),
+            gpus=1,
+        )
+
+
+def test_a_card_that_is_nearly_full_is_told() -> None:
+    ddp = [Candidate(DDP(), {"name": "ddp"})]
+    (row,) = plan(2, strategies=ddp).rows
+    assert "fills" not in str(plan(2, strategies=ddp))
+    assert "ddp: fills 96 % of a GPU" in str(plan(2, strategies=ddp, memory=row.peak / 0.96))

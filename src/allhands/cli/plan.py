@@ -13,6 +13,7 @@ from allhands.errors import UserError
 
 if TYPE_CHECKING:
     from allhands.config import RunFile
+    from allhands.planning.candidates import Candidate
     from allhands.planning.federated_plan import FederatedPlan
     from allhands.planning.measured_links import MeasuredLinks
     from allhands.planning.operation_times import OperationTimes
@@ -140,6 +141,7 @@ def plan(
         link=link or _measured(profile) or "nvlink+ib400",
         per_host=per_host,
         servers=getattr(strategy, "servers", None) or 0 if servers is None else servers,
+        own=_own(run_file),
         times=times,
         processes=cores(),
     )
@@ -151,6 +153,21 @@ def plan(
     if plot is not None:
         found.plot(plot)
     return 0
+
+
+def _own(run_file: RunFile) -> Candidate | None:
+    """The run file's own way of training; None where it says nothing of it."""
+    from allhands.cli.run_objects import strategy_from
+    from allhands.planning.candidates import Candidate
+
+    given = run_file.config
+    if not given.model_fields_set & {"strategy", "mesh", "activation_checkpointing"}:
+        return None
+    lines = {"name": given.strategy.name, **given.strategy.options}
+    if given.mesh is not None:
+        parts = {"strategy": lines} if given.strategy.options else {}
+        lines = {"name": "mesh", **parts, **given.mesh.model_dump(exclude_unset=True)}
+    return Candidate(strategy_from(run_file), lines, given.activation_checkpointing)
 
 
 def _of_clients(

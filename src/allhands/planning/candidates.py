@@ -26,13 +26,15 @@ class Candidate:
 
     Attributes:
         strategy: its settings.
-        lines: what a run file says of it.
-        recompute: whether layers are computed again in the backward pass.
+        lines: its name and options; of a mesh, the section `mesh` of a run file, and `strategy`
+            where its parts have settings.
+        recompute: whether layers are computed again in the backward pass, or which, as
+            ``train(activation_checkpointing=…)`` takes it.
     """
 
     strategy: Strategy
     lines: dict[str, Any]
-    recompute: bool = False
+    recompute: bool | str | list[str] = False
 
     @property
     def name(self) -> str:
@@ -40,6 +42,14 @@ class Candidate:
         options = [_short(key, value) for key, value in self.lines.items() if key != "name"]
         words = [str(self.lines["name"]), *options, *(["recompute"] if self.recompute else [])]
         return " ".join(words)
+
+    @property
+    def sections(self) -> dict[str, Any]:
+        """What a run file says of it."""
+        if not isinstance(self.strategy, Mesh):
+            return {"strategy": self.lines}
+        mesh = {key: one for key, one in self.lines.items() if key not in ("name", "strategy")}
+        return {key: self.lines[key] for key in self.lines if key == "strategy"} | {"mesh": mesh}
 
     def family(self, gpus: int) -> str:
         """It without numbers, which change with the number of workers: ``tensor x ddp``."""
@@ -111,5 +121,5 @@ def _strategies(gpus: int, per_host: int) -> Iterator[tuple[Strategy, dict[str, 
 
 def _short(key: str, value: Any) -> str:
     if isinstance(value, dict):
-        return " ".join(f"{name} {one}" for name, one in value.items() if one > 1)
+        return " ".join(f"{name} {one}" for name, one in value.items() if one != 1)
     return value if isinstance(value, str) else f"{key} {value}"

@@ -43,6 +43,7 @@ from allhands.planning.step_recorder import (
 )
 from allhands.runner.evaluation import Forward
 from allhands.step import LossRule
+from allhands.step.guards import where_raised
 from allhands.step.mean_check import MeanCheck
 from allhands.strategies import Strategy
 from allhands.world import World
@@ -129,8 +130,8 @@ def dry_steps(
         per_host: workers of a host.
 
     Raises:
-        UserError: the strategy cannot train this with so many workers; this process is in a world
-            already.
+        UserError: the strategy cannot train this with so many workers; the model needs the numbers
+            in its tensors; this process is in a world already.
     """
     backend = workload.backend
     with ExitStack() as stack:
@@ -147,7 +148,15 @@ def dry_steps(
         # Addresses tell which tensors share memory; nothing is read there.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         stack.enter_context(recorder)
-        return _taken(workload, strategy, world, recorder, model, optimizer, batch)
+        try:
+            return _taken(workload, strategy, world, recorder, model, optimizer, batch)
+        except RuntimeError as error:
+            said = str(error).partition("\n")[0]
+            raise UserError(
+                f"a step on tensors without data fails with {type(error).__name__} ({said}) at "
+                f"{where_raised(error)}; plan a model without what depends on the numbers in "
+                "tensors, such as nonzero(), x[mask] or numpy()"
+            ) from error
 
 
 def dry_step(*args: Any, **options: Any) -> DryStep:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 from allhands.data import map_tensors
+from allhands.errors import UserError
 from allhands.loop.out_of_memory import SHOWN, halved, in_gb
-from allhands.planning.candidates import Candidate
+from allhands.planning.candidates import Candidate, candidates
 from allhands.planning.dry_step import meta_copies
 from allhands.planning.own_process import OwnProcess
 from allhands.planning.plan import plan
@@ -44,36 +46,44 @@ def _changes_that_fit(
 ) -> list[str]:
     """What `fitting_changes` gives, by plans of this process."""
     began = time.monotonic()
-    own = strategy.name
-    present = [Candidate(strategy, {"name": own}, again) for again in (False, True)]
+    own, gpus = Candidate(strategy, {"name": strategy.name}), max(2, workers)
 
-    def rows(gpus: int = workers, divided: int = 1, **options: Any) -> dict[str, Any]:
+    def look(way: Candidate, count: int = workers, parts: int = 1, **options: Any) -> Any:
+        """The prediction of one way; None where it is refused, or there is no time left."""
         if time.monotonic() - began > _PATIENCE_S:
-            return {}
-        one = {"strategies": present, **given, **options, "gpus": gpus, "memory": room}
-        one["batch"] = _part(given["batch"], samples, divided)
-        return {row.name: row for row in plan(**one).rows if not row.refused}
+            return None
+        one = {**given, **options, "batch": _part(given["batch"], samples, parts)}
+        try:
+            return plan(**one, strategies=[way], gpus=count, memory=room).rows[0]
+        except UserError:
+            return None
 
-    now = rows()
-    if own not in now or now[own].fits:  # something else takes the room
+    now = look(own)
+    if now is None or now.fits:  # something else takes the room
         return []
-    again = f"{own} recompute"
-    found = [("activation_checkpointing=True, which computes layers twice", now, again)]
     accumulate = given["accumulate"]
+    again = look(replace(own, recompute=True))
+    changes = [("activation_checkpointing=True, which computes layers twice", again)]
     if samples > 1 and samples % 2 == 0:
-        words = halved(samples, accumulate)
-        found.append((words, rows(divided=2, accumulate=2 * accumulate), own))
-    found.sort(key=lambda one: -_speed(one[1].get(one[2])))
+        halves = look(own, parts=2, accumulate=2 * accumulate)
+        changes.append((halved(samples, accumulate), halves))
+    changes.sort(key=lambda one: -_speed(one[1]))
     if given["precision"] == "fp32":
-        found.append(("precision='bf16', which rounds", rows(precision="bf16"), own))
-    changes = [(words, by_name.get(name)) for words, by_name, name in found]
+        changes.append(("precision='bf16', which rounds", look(own, precision="bf16")))
     if sum(row is not None and row.fits for _, row in changes) < SHOWN:
-        more = rows(gpus=max(2, workers), strategies=None)
-        for name, row in sorted(more.items(), key=lambda one: -_speed(one[1])):
+        more = []
+        for way in candidates(gpus, gpus):
+            if workers > 1 and way.name == own.name:
+                continue
+            row = look(way, gpus)
+            if row is not None and not row.fits:
+                row = look(replace(way, recompute=True), gpus)
+            more.append(row)
+        for row in sorted(filter(None, more), key=lambda row: -_speed(row)):
             if workers == 1:
-                changes.append((f"2 GPUs with {name}", row))
-            elif name not in (own, again) and row.exact:
-                changes.append((f"{name} in the place of {own}", row))
+                changes.append((f"2 GPUs with {row.name}", row))
+            elif row.exact:
+                changes.append((f"{row.name} in the place of {own.name}", row))
     return [
         f"{words} ({in_gb(row.peak)})" for words, row in changes if row is not None and row.fits
     ]

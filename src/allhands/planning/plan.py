@@ -42,9 +42,9 @@ from allhands.report.figures import require_matplotlib
 from allhands.step import STEPS
 from allhands.strategies.degrees import Degrees
 
-# Memory that the process itself takes of a card beside PyTorch's tensors: the CUDA context, and the
-# buffers of NCCL for a group.
-_CONTEXT = 500 * 10**6
+# Memory that the process itself takes of a card beside PyTorch's tensors: the CUDA context with the
+# kernels of its libraries, as on an H200, and the buffers of NCCL for a group.
+_CONTEXT = 1400 * 10**6
 _NCCL = 200 * 10**6
 # What a process takes that has imported PyTorch and this package, as trainings of small models say.
 _PROCESS = 300 * 2**20
@@ -146,6 +146,7 @@ def plan(
     keeps_outputs: bool = False,
     servers: int = 0,
     strategies: Iterable[Candidate] | None = None,
+    own: Candidate | None = None,
     times: OperationTimes | None = None,
     processes: int = 1,
 ) -> TrainingPlan:
@@ -175,6 +176,7 @@ def plan(
         servers: look at so many parameter servers too, each on a host of its own.
         strategies: what to look at; None takes all that may fit, with layers that are computed
             again where one does not fit otherwise.
+        own: a further one to look at, such as that of a run file.
         times: of operations on the card; None takes its published peaks.
         processes: how many look at strategies at once. More than one are forked, as for a script
             that plans and does nothing else; times that are measured are so in this process.
@@ -225,7 +227,7 @@ def plan(
 
     def look(one: Candidate, number: int = gpus, take: Taken = taken) -> list[Prediction]:
         found = [_predict(workload, one, number, per_host, times, links, limit, take)]
-        if strategies is None and not found[0].refused and not found[0].fits:
+        if strategies is None and not (one.recompute or found[0].refused or found[0].fits):
             again = replace(one, recompute=True)
             found.append(_predict(workload, again, number, per_host, times, links, limit, take))
         return found
@@ -239,6 +241,8 @@ def plan(
 
     at_once = 1 if times.device is not None else processes
     ways = list(candidates(gpus, per_host, servers) if strategies is None else strategies)
+    if own is not None and own.name not in [one.name for one in ways]:
+        ways.append(own)
     seen = in_forked(look_alone, ways, at_once)
     rows = [row for found, _ in seen for row in found]
     by_peaks = sum(count for _, count in seen)
@@ -271,10 +275,10 @@ def _predict(
 ) -> Prediction:
     strategy, degrees = candidate.strategy, candidate.degrees(gpus)
     samples = workload.samples * workload.accumulate * degrees.dp
-    lines: dict[str, Any] = {"strategy": candidate.lines, "workers": gpus}
+    lines: dict[str, Any] = {**candidate.sections, "workers": gpus}
     if candidate.recompute:
-        lines["activation_checkpointing"] = True
-        workload = replace(workload, activation_checkpointing=True)
+        lines["activation_checkpointing"] = candidate.recompute
+        workload = replace(workload, activation_checkpointing=candidate.recompute)
     on_cpus = times.card.name == CPU
     ranks = [0, gpus - 1] if degrees.pp > 1 else [0]
     if on_cpus and degrees.pp == gpus:

@@ -23,6 +23,8 @@ _COLUMNS = (
     "samples/s",
 )
 _LEAST_WIDTH = 100
+# A card that is fuller than this may lack room, since the allocator's memory has holes.
+_FULL = 0.9
 
 
 def text_of(
@@ -107,7 +109,14 @@ def _note(row: Prediction) -> str:
     if row.refused:
         return ""
     servers = "" if row.servers is None else str(row.servers)
-    notes = [row.note, servers, "" if row.exact else "the result is not that of one process"]
+    notes = [
+        row.note,
+        servers,
+        f"fills {100 * row.peak / row.limit:.0f} % of a GPU, and the allocator's holes come on top"
+        if row.fits and row.peak > _FULL * row.limit
+        else "",
+        "" if row.exact else "the result is not that of one process",
+    ]
     return "; ".join(filter(None, notes))
 
 
