@@ -59,6 +59,8 @@ if program == python:
         start_anew()  # it outlives its launcher
     if rest[0] == "-c" and "SLURM_STEP_ID" in os.environ:
         start_anew()  # Slurm sends signals to all that an agent has started
+if "PMI_RANK" in os.environ or "OMPI_COMM_WORLD_RANK" in os.environ:
+    start_anew()  # the end of the interpreter is that of MPI
 if os.sched_getaffinity(0) != cores or os.geteuid() != user:
     start_anew()
 own = {{name: value for name, value in os.environ.items()

@@ -13,6 +13,7 @@ import gc
 import importlib
 import importlib.util
 import marshal
+import multiprocessing.spawn
 import os
 import random
 import select
@@ -341,6 +342,7 @@ def main() -> None:
     words, is_agent = begun
     # What the script starts by it finds torch imported too.
     sys.executable = os.path.join(folder, "bin", "python")
+    multiprocessing.spawn.set_executable(sys.executable)
     if is_agent:
         let_agents_set_threads()
         sys.modules["allhands.launch.agent"].main()
