@@ -19,7 +19,7 @@ from allhands.strategies.degrees import Degrees
 
 def workload(**options: Any) -> Workload:
     with torch.device("meta"):
-        model = GPT(vocab_size=32, block_size=16, layers=4, heads=4, width=16)
+        model = GPT(vocab_size=32, block_size=16, layers=2, heads=4, width=16)
     batch = torch.zeros(4, 16, dtype=torch.int64)
     optimizer = torch.optim.AdamW(model.parameters())
     runner = SupervisedRunner(device="cpu")
