@@ -1,9 +1,7 @@
-"""Sharded training: what is wrapped, parity on three workers, checkpoints between strategies, bad
-input."""
+"""Sharded training: parity on three workers, checkpoints between strategies, bad input."""
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -13,76 +11,17 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from allhands import DDP, FSDP, Callback, Mesh, Single, SupervisedRunner, UserError
-from allhands.data import derive_seed
 from allhands.loop.checkpoint import load
 from allhands.models import GPT, MLP
 from allhands.strategies import Strategy, fsdp
-from allhands.strategies.held import held
 from allhands.strategies.repoint import check_optimizer
-from allhands.strategies.values import Values
-from allhands.world import World
 from tests.reference import global_batches, relative_difference, train_by_hand
 from tests.worlds import in_world
-
-
-def names(strategy: FSDP, model: nn.Module) -> list[str]:
-    return [name for name, _ in strategy.units(model)]
 
 
 def small_gpt(vocabulary: int = 20) -> nn.Module:
     torch.manual_seed(3)
     return GPT(vocab_size=vocabulary, block_size=4, layers=2, heads=2, width=8)
-
-
-class TestWhatIsGatheredTogether:
-    def test_layers_of_lists(self) -> None:
-        assert names(FSDP(), small_gpt()) == ["layers.0", "layers.1"]
-        assert names(FSDP(), nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))) == [
-            "0",
-            "2",
-        ]
-
-    def test_names_of_classes_and_modules(self) -> None:
-        assert names(FSDP(wrap="Attention"), small_gpt()) == ["layers.0.attn", "layers.1.attn"]
-        assert names(FSDP(wrap=["Layer", "layers.1.mlp"]), small_gpt()) == [
-            "layers.1.mlp",
-            "layers.0",
-            "layers.1",
-        ]
-
-    def test_size(self) -> None:
-        model = nn.Sequential(
-            nn.Linear(10, 10), nn.Sequential(nn.Linear(3, 3), nn.Linear(10, 9)), nn.Linear(2, 2)
-        )
-        assert names(FSDP(wrap={"min_params": 100}), model) == ["0", "1"]
-        assert names(FSDP(wrap={"min_params": 90}), model) == ["0", "1.1"]
-
-    def test_tied_weights_stay_together(self) -> None:
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-        model[2].weight = model[0].weight
-        assert names(FSDP(), model) == ["1"]
-        with pytest.raises(
-            UserError,
-            match=r"'0', whose parameter 'weight' is also used outside of it \(tied weights\)",
-        ):
-            names(FSDP(wrap=["0"]), model)
-
-    @pytest.mark.parametrize(
-        ("wrap", "said"),
-        [
-            (["Leyer"], "no class of that name; did you mean 'Layer'?"),
-            (["layers"], "'layers', a ModuleList, which is never called; name its members"),
-        ],
-    )
-    def test_names_that_fit_nothing(self, wrap: list[str], said: str) -> None:
-        with pytest.raises(UserError) as caught:
-            names(FSDP(wrap=wrap), small_gpt())
-        assert said in str(caught.value)
-
-    @pytest.mark.parametrize("wrap", [{"min_params": 0}, {"size": 5}, [], 7, [7]])
-    def test_what_is_no_wrapping(self, wrap: Any) -> None:
-        with pytest.raises(UserError, match="wrap="):
-            FSDP(wrap=wrap)
 
 
 class Tail(nn.Module):
@@ -349,106 +288,6 @@ def _another(logdir: str) -> list[str]:
     return said
 
 
-# ---------------------------------------------------------------------- the meta device
-
-
-@pytest.mark.serial
-@pytest.mark.usefixtures("preloaded")
-def test_a_model_on_the_meta_device_begins_with_the_weights_of_plain_building(
-    tmp_path: Path,
-) -> None:
-    torch.manual_seed(derive_seed(42, "model"))
-    plain = MLP(6, (8, 9), 7)
-    x, y = tensors(8)
-    with torch.device("meta"):
-        model = MLP(6, (8, 9), 7)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    SupervisedRunner(device="cpu").train(
-        model=model,
-        criterion=nn.CrossEntropyLoss(),
-        optimizer=optimizer,
-        distributed=FSDP(),
-        workers=3,
-        logdir=tmp_path,
-        loaders={"train": DataLoader(TensorDataset(x, y), 2)},
-    )
-    assert all(parameter.is_meta for parameter in model.parameters())
-    by_hand = torch.optim.SGD(plain.parameters(), lr=0.5)
-    train_by_hand(
-        plain,
-        nn.CrossEntropyLoss(),
-        by_hand,
-        (x, y),
-        global_batches(8, 6, seed=42, shuffle=False),
-        2,
-    )
-    assert relative_difference(load(tmp_path)["model"], plain.state_dict()) < 1e-6
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_values_are_those_of_plain_building_in_any_order(tied: bool) -> None:
-    torch.manual_seed(derive_seed(7, "model"))
-    plain = GPT(20, 4, 2, 2, 8, tied=tied)
-    with torch.device("meta"):
-        model = GPT(20, 4, 2, 2, 8, tied=tied)
-    before = torch.get_rng_state()
-    values = Values(
-        model, model, World(0, 0, 0, 1, 1, torch.device("cpu"), "none", "alone"), seed=7
-    )
-    values.settle(model, list(model.layers[1].parameters()))
-    values.settle(model)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert (model.head.weight is model.embed.weight) == tied
-    assert model.state_dict().keys() == plain.state_dict().keys()
-    for name, value in plain.state_dict().items():
-        assert torch.equal(model.state_dict()[name], value), name
-
-
-@pytest.mark.parametrize("kind", ["buffer", "parameter"])
-def test_values_that_cannot_be_known_are_named(kind: str) -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(2, 2), Tail() if kind == "parameter" else nn.BatchNorm1d(2))
-    if kind == "parameter":
-        model[1].shift = torch.zeros(7)
-    with pytest.raises(
-        UserError,
-        match="'1' \\(Tail\\) has parameters but no"
-        if kind == "parameter"
-        else r"its buffer '1\.running_mean'",
-    ):
-        Values(model, model, World(0, 0, 0, 1, 1, torch.device("cpu"), "none", "alone"), seed=7)
-
-
-def test_a_model_on_the_meta_device_needs_a_place_for_its_weights() -> None:
-    with torch.device("meta"):
-        model = MLP(6, (8,), 7)
-    for strategy, said in ((FSDP(), "pass logdir="), (DDP(), "distributed='fsdp'")):
-        with pytest.raises(UserError, match=said):
-            SupervisedRunner(device="cpu").train(
-                model=model,
-                criterion=nn.CrossEntropyLoss(),
-                optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
-                loaders={"train": DataLoader(TensorDataset(*tensors(8)), 2)},
-                distributed=strategy,
-                workers=2,
-            )
-
-
-def test_a_model_on_the_meta_device_cannot_be_applied() -> None:
-    with torch.device("meta"):
-        runner = SupervisedRunner(MLP(6, (8,), 7), device="cpu")
-    x, y = tensors(8)
-    with pytest.raises(
-        UserError, match=r"predict computes with the whole model.*load_checkpoint\(logdir\)"
-    ):
-        runner.predict(dataset=TensorDataset(x))
-    with pytest.raises(UserError, match="evaluate computes with the whole model"):
-        runner.evaluate(
-            criterion=nn.CrossEntropyLoss(),
-            datasets={"batch_size": 4, "valid": TensorDataset(x, y)},
-        )
-
-
 # ---------------------------------------------------------------------- refused
 
 
@@ -499,35 +338,6 @@ def test_offloading_needs_memory() -> None:
         match=r"of 2 workers in this machine's memory, about 0\.0 GiB.*set cpu_offload to False",
     ):
         fsdp._check_memory(model, shards=4, here=2, free=(8 << 20) - 1)
-
-
-# ---------------------------------------------------------------------- slices
-
-
-def test_rows_in_another_order_are_pieces_of_the_plain_tensor() -> None:
-    whole = torch.arange(24.0).view(12, 2)
-    # Two slices, each with its half of q, k and v.
-    order = torch.tensor([0, 1, 4, 5, 8, 9, 2, 3, 6, 7, 10, 11])
-    local = whole[order]
-    kept = held(local, {"tp": (0, 1)}, order)
-    assert [(piece.offsets[0], piece.sizes[0], piece.start) for piece in kept.pieces] == [
-        (0, 2, 0),
-        (4, 2, 2),
-        (8, 2, 4),
-        (2, 2, 6),
-        (6, 2, 8),
-        (10, 2, 10),
-    ]
-    taken = torch.zeros_like(local)
-    kept.take(whole, taken)
-    assert torch.equal(taken, local)
-    assert torch.equal(kept.whole(torch.device("cpu")), whole)
-
-
-def test_copies_of_what_is_not_sharded() -> None:
-    plain = held(torch.zeros(3), {"tp": (1, 2), "dp_shard": (0, 3), "dp_replicate": (0, 1)}, None)
-    assert (plain.copies, plain.first) == (6, False)
-    assert copy.deepcopy(plain).pieces == plain.pieces
 
 
 # ---------------------------------------------------------------------- on GPUs

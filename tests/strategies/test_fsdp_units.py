@@ -1,5 +1,5 @@
 """fsdp where ranks use other parts of the model: experts, heads of tasks, skipped blocks; and
-layers that nobody uses."""
+layers that nobody uses. What is gathered together."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from allhands import FSDP, Callback, Mesh, PerTarget, SupervisedRunner, UserError
 from tests.reference import relative_difference
+from tests.strategies.test_fsdp import small_gpt
 from tests.worlds import in_world
 
 pytestmark = pytest.mark.serial
@@ -224,3 +225,58 @@ def test_the_output_is_let_go_of_before_the_backward_pass() -> None:
     for gone in in_world(2, _output_in_backward):
         assert len(gone) > 1
         assert all(gone[1:])  # the first step's is looked at
+
+
+def names(strategy: FSDP, model: nn.Module) -> list[str]:
+    return [name for name, _ in strategy.units(model)]
+
+
+class TestWhatIsGatheredTogether:
+    def test_layers_of_lists(self) -> None:
+        assert names(FSDP(), small_gpt()) == ["layers.0", "layers.1"]
+        assert names(FSDP(), nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))) == [
+            "0",
+            "2",
+        ]
+
+    def test_names_of_classes_and_modules(self) -> None:
+        assert names(FSDP(wrap="Attention"), small_gpt()) == ["layers.0.attn", "layers.1.attn"]
+        assert names(FSDP(wrap=["Layer", "layers.1.mlp"]), small_gpt()) == [
+            "layers.1.mlp",
+            "layers.0",
+            "layers.1",
+        ]
+
+    def test_size(self) -> None:
+        model = nn.Sequential(
+            nn.Linear(10, 10), nn.Sequential(nn.Linear(3, 3), nn.Linear(10, 9)), nn.Linear(2, 2)
+        )
+        assert names(FSDP(wrap={"min_params": 100}), model) == ["0", "1"]
+        assert names(FSDP(wrap={"min_params": 90}), model) == ["0", "1.1"]
+
+    def test_tied_weights_stay_together(self) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+        model[2].weight = model[0].weight
+        assert names(FSDP(), model) == ["1"]
+        with pytest.raises(
+            UserError,
+            match=r"'0', whose parameter 'weight' is also used outside of it \(tied weights\)",
+        ):
+            names(FSDP(wrap=["0"]), model)
+
+    @pytest.mark.parametrize(
+        ("wrap", "said"),
+        [
+            (["Leyer"], "no class of that name; did you mean 'Layer'?"),
+            (["layers"], "'layers', a ModuleList, which is never called; name its members"),
+        ],
+    )
+    def test_names_that_fit_nothing(self, wrap: list[str], said: str) -> None:
+        with pytest.raises(UserError) as caught:
+            names(FSDP(wrap=wrap), small_gpt())
+        assert said in str(caught.value)
+
+    @pytest.mark.parametrize("wrap", [{"min_params": 0}, {"size": 5}, [], 7, [7]])
+    def test_what_is_no_wrapping(self, wrap: Any) -> None:
+        with pytest.raises(UserError, match="wrap="):
+            FSDP(wrap=wrap)

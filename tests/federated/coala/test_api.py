@@ -1,5 +1,4 @@
-"""COALA's functions in one process: parity with a loop written by hand, override points,
-refusals."""
+"""COALA's functions in one process: parity with a loop written by hand, refusals."""
 
 from __future__ import annotations
 
@@ -12,103 +11,22 @@ import pytest
 import torch
 from torch import nn
 
-import allhands
 import allhands.federated as coala
 from allhands.errors import UserError, WorldError
 from allhands.federated.coala import api
-from allhands.federated.failures import ClientFailedError
-
-
-@pytest.fixture(autouse=True)
-def _fresh(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    yield
-    api.unregister()
-    api._joined = None
-    allhands.finalize()
-
-
-def parts(sizes=(5, 9, 3, 7), features=6, classes=3) -> dict[str, dict[str, Any]]:
-    drawn = torch.Generator().manual_seed(1)
-    made = {}
-    for number, size in enumerate(sizes):
-        x = torch.randn(size, features, generator=drawn)
-        made[f"site {number}"] = {"x": x, "y": x[:, :classes].argmax(1)}
-    return made
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x)
-
-
-def conf(**changes: Any) -> dict[str, Any]:
-    made: dict[str, Any] = {
-        "server": {"rounds": 3, "clients_per_round": 4, "test_every": 3},
-        "client": {
-            "local_epoch": 1,
-            "batch_size": 100,
-            "optimizer": {"type": "SGD", "lr": 0.5, "momentum": 0, "weight_decay": 0},
-        },
-    }
-    for key, value in changes.items():
-        made[key] = made.get(key, {}) | value if isinstance(value, dict) else value
-    return made
-
-
-def train(
-    serving: Any = None, training: Any = None, data: Any = None, model: Any = Net, **changes: Any
-) -> api.Result:
-    """Run with these classes registered; `changes` are keys of the configuration."""
-    prepare(serving, training, data, model)
-    coala.init(conf(**changes))
-    return coala.run()
-
-
-def prepare(serving: Any = None, training: Any = None, data: Any = None, model: Any = Net) -> None:
-    api.unregister()
-    given = coala.FederatedTensorDataset(parts() if data is None else data, simulated=True)
-    coala.register_dataset(given, given)
-    coala.register_model(model)
-    if serving is not None:
-        coala.register_server(serving)
-    if training is not None:
-        coala.register_client(training)
-
-
-def flat(model: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-
-
-def same(one: api.Result, other: api.Result) -> bool:
-    return (
-        torch.equal(flat(one.model), flat(other.model))
-        and one.history["train"] == other.history["train"]
-    )
-
-
-def by_hand(start: nn.Module, rounds: int = 3, weighted: bool = True) -> nn.Module:
-    net, data = copy.deepcopy(start).double(), parts()
-    for _ in range(rounds):
-        states, weights = [], []
-        for part in data.values():
-            own = copy.deepcopy(net)
-            optimizer = torch.optim.SGD(own.parameters(), lr=0.5)
-            nn.functional.cross_entropy(own(part["x"].double()), part["y"]).backward()
-            optimizer.step()
-            states.append(own.state_dict())
-            weights.append(len(part["y"]) if weighted else 1)
-        net.load_state_dict(
-            {
-                n: sum(w / sum(weights) * s[n] for w, s in zip(weights, states, strict=True))
-                for n in states[0]
-            }
-        )
-    return net
+from tests.federated.coala.small_training import (
+    Net,
+    by_hand,
+    conf,
+    flat,
+    parts,
+    prepare,
+    same,
+    train,
+)
+from tests.federated.coala.small_training import fresh as _fresh  # noqa: F401
+from tests.federated.coala.test_client import Same
+from tests.federated.coala.test_server import Mean
 
 
 @pytest.mark.parametrize("strategy", ["FedAvg", "equal"])
@@ -141,196 +59,6 @@ def test_the_cohort_depends_on_the_seed_and_may_be_the_first_clients():
     assert cohorts() == cohorts()
     assert cohorts() != cohorts(seed=5)
     assert cohorts(random_selection=False) == [["site 0", "site 1"]] * 6
-
-
-# ---------------------------------------------------------------------- override points
-
-
-class Same(coala.BaseClient):
-    """Trains by itself what the configuration says."""
-
-    def train(self, conf, device):
-        super().train(conf, device)
-
-
-def test_a_client_that_trains_by_itself_gives_what_the_executor_gives():
-    small = {"local_epoch": 3, "batch_size": 2, "optimizer": {"type": "Adam", "lr": 0.01}}
-    ours, theirs = train(client=small), train(training=Same, client=small)
-    assert (flat(ours.model) - flat(theirs.model)).abs().max() < 1e-6
-    assert theirs.history["train"]["loss"] == pytest.approx(ours.history["train"]["loss"], rel=1e-5)
-
-
-class Writes(coala.BaseClient):
-    """Learns its own number, whatever it gets."""
-
-    calls: list[Any] = []  # noqa: RUF012
-
-    def __init__(self, cid, conf, train_data, test_data, device, **kwargs):
-        super().__init__(cid, conf, train_data, test_data, device, **kwargs)
-        self.seen = 0
-
-    def pre_train(self):
-        self.calls.append(("pre", self.cid))
-
-    def train(self, conf, device):
-        self.seen += 1
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.fill_(float(self.number))
-
-    def post_train(self):
-        self.calls.append(("post", self.cid, self.seen))
-
-    def test(self, conf, device):
-        return {"seen": float(self.seen)}
-
-
-def test_arbitrary_code_of_a_client_is_averaged_by_samples_and_its_attributes_last():
-    Writes.calls.clear()
-    result = train(training=Writes)
-    expected = (0 * 5 + 1 * 9 + 2 * 3 + 3 * 7) / 24
-    assert torch.allclose(flat(result.model), torch.full((83,), expected), atol=1e-6)
-    assert result.history["test"] == {"round": [2], "seen": [3.0]}
-    assert Writes.calls.count(("pre", "site 2")) == 3
-    assert ("post", "site 2", 3) in Writes.calls
-    assert all(np.isnan(result.history["train"]["loss"])), "it told no loss"
-
-
-class Median(coala.BaseServer):
-    def aggregate(self, models, weights):
-        self.weights = weights
-        rows = torch.stack([flat(model) for model in models]).median(0).values
-        torch.nn.utils.vector_to_parameters(rows, models[0].parameters())
-        return models[0]
-
-
-class Mean(coala.BaseServer):
-    def aggregate(self, models, weights):
-        states, total = [model.state_dict() for model in models], sum(weights)
-        return {
-            name: sum(w / total * s[name] for w, s in zip(weights, states, strict=True))
-            for name in states[0]
-        }
-
-
-def test_a_server_s_aggregate_gets_the_models_of_the_cohort():
-    result = train(Median, Writes)
-    assert torch.equal(flat(result.model), torch.full((83,), 1.0))
-    ours, theirs = train(), train(Mean)
-    assert (flat(ours.model) - flat(theirs.model)).abs().max() < 1e-6
-
-
-def test_stages_are_called_in_coala_s_order_and_may_be_wrapped():
-    said: list[str] = []
-
-    def wrap(name):
-        def method(self, *args, **kwargs):
-            said.append(name)
-            return getattr(coala.BaseServer, name)(self, *args, **kwargs)
-
-        return method
-
-    names = [
-        "pre_train",
-        "train",
-        "selection",
-        "grouping_for_distributed",
-        "compression",
-        "distribution_to_train",
-        "aggregation",
-        "post_train",
-        "pre_test",
-        "test",
-        "test_in_client",
-        "post_test",
-        "save_model",
-    ]
-    kind = type("Wrapped", (coala.BaseServer,), {name: wrap(name) for name in names})
-    result = train(kind)
-    assert said[: names.index("pre_test")] == names[: names.index("pre_test")]
-    assert said[-13:] == names
-    assert same(result, train())
-
-
-class Picks(coala.BaseServer):
-    def selection(self, clients, clients_per_round):
-        self.selected_clients = [clients[2], clients[0]]
-
-    def should_terminate(self):
-        return self._current_round == 2
-
-    def test_in_client(self):
-        return {"answer": 42.0}
-
-
-def test_selection_termination_and_tests_of_a_server():
-    result = train(Picks)
-    assert result.history["cohort"] == [["site 2", "site 0"]] * 2
-    assert train(Picks, server={"test_every": 1}).history["test"] == {
-        "round": [0, 1],
-        "answer": [42.0, 42.0],
-    }
-
-
-class Chooses(coala.BaseServer):
-    def selection(self, clients, clients_per_round):
-        return np.random.choice(clients, clients_per_round, replace=False)
-
-
-def test_a_selection_that_draws_from_numpy_repeats_and_follows_the_seed():
-    def cohorts(seed: int) -> list[list[str]]:
-        return train(Chooses, seed=seed, server={"rounds": 5, "clients_per_round": 2}).history[
-            "cohort"
-        ]
-
-    assert cohorts(0) == cohorts(0)
-    assert cohorts(0) != cohorts(1)
-    assert len({tuple(cohort) for cohort in cohorts(0)}) > 1
-
-
-class Forgets(coala.BaseServer):
-    def train(self):
-        pass
-
-
-class ForgetsToo(coala.BaseServer):
-    def aggregation(self):
-        pass
-
-
-class Twice(coala.BaseServer):
-    def selection(self, clients, clients_per_round):
-        return [clients[1], clients[1]]
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        (Forgets, r"Forgets.train trained no round; call super\(\).train\(\)"),
-        (
-            ForgetsToo,
-            r"ForgetsToo.aggregation left its work undone; call super\(\).aggregation\(\)",
-        ),
-        (Twice, "Twice.selection gave a client twice"),
-    ],
-)
-def test_an_override_that_does_not_do_its_work_is_refused(kind, message):
-    with pytest.raises(UserError, match=message):
-        train(kind)
-
-
-class Fails(coala.BaseClient):
-    def train(self, conf, device):
-        if self.cid == "site 1":
-            raise ValueError("planted fault")
-
-
-def test_a_client_that_fails_is_named():
-    with pytest.raises(
-        ClientFailedError, match="client site 1 failed:(.|\\n)*ValueError: planted fault"
-    ):
-        train(training=Fails)
-    assert train(training=Fails, on_client_failure="skip").history["failed"] == [["site 1"]] * 3
 
 
 # ---------------------------------------------------------------------- what is registered
