@@ -5,12 +5,12 @@ end with those of a training that nothing disturbed.
     python benchmarks/soak_membership.py --events 20 --workers 2 --device cuda
     python benchmarks/soak_membership.py --events 40 --every 8
     python benchmarks/soak_membership.py --events 20 --shards 2
-    python benchmarks/soak_membership.py --events 20 --store
+    python benchmarks/soak_membership.py --events 20 --strategy "KVStore(update='store')"
 
 With --every the training is one by `local_sgd`, with an outer momentum, and is compared with that
 of as many workers. With --shards two copies of the model lie in so many shards each, and a worker
-is lost once both are whole. With --store a key-value store on the workers holds the optimizer, and
-a worker is lost once all are there.
+is lost once both are whole. With --strategy it is that one, and a
+worker is lost once all are there.
 
 Workers of one job are killed (SIGKILL), stopped (SIGSTOP) and told to leave (SIGTERM) at random
 moments, also while others are lost, and one is started in the place of each that did not leave. It
@@ -59,8 +59,8 @@ steps, every, shards = epochs * -(-403 // int(sys.argv[5])), int(sys.argv[6]), i
 strategy = allhands.LocalSGD(every=every, outer="nesterov") if every else None
 if shards:
     strategy = allhands.Mesh(dp={"replicate": 2, "shard": shards})
-if os.environ.get("SOAK_STORE"):
-    strategy = allhands.KVStore(update="store")
+if os.environ.get("SOAK_STRATEGY"):
+    strategy = eval(os.environ["SOAK_STRATEGY"], vars(allhands))
 torch.manual_seed(0)
 x = torch.randn(403, 20)
 y = (x @ torch.randn(20, 5)).argmax(1)
@@ -216,7 +216,7 @@ def soak(
     leaves: int,
     limit: float,
     keep: str | None,
-    store: bool = False,
+    strategy: str | None = None,
     epochs: int | None = None,
     spares: int = 0,
 ) -> dict[str, Any]:
@@ -236,7 +236,7 @@ def soak(
         words += [str(script), str(batch), str(epochs), str(pause), device, str(batch * workers)]
         words += [str(every), str(shards)]
         environment = os.environ | {"ALLHANDS_SOAK": str(os.getpid()), "OMP_NUM_THREADS": "1"}
-        environment |= {"SOAK_STORE": "1"} if store else {}
+        environment |= {"SOAK_STRATEGY": strategy} if strategy else {}
         began = time.monotonic()
         with (together / "log").open("wb") as log:
             job = subprocess.Popen(
@@ -246,7 +246,7 @@ def soak(
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
-            whole = shards or store  # what is lost with one worker is made up for before another
+            whole = shards or strategy  # what is lost with one worker is made up for before another
             least = workers if whole else 2
             most_leave = 0 if whole else min(leaves, workers - 2)
             try:
@@ -267,7 +267,7 @@ def soak(
             "device": device,
             "every": every,
             "shards": shards,
-            "store": store,
+            "strategy": strategy,
             "spares": spares,
             "seed": seed,
             "seconds": time.monotonic() - began,
@@ -319,7 +319,7 @@ def main() -> None:
     )
     parser.add_argument("--every", type=int, default=0, help="steps between exchanges (local_sgd)")
     parser.add_argument("--shards", type=int, default=0, help="of each of two copies (a mesh)")
-    parser.add_argument("--store", action="store_true", help="KVStore(update='store')")
+    parser.add_argument("--strategy", help="such as KVStore(update='store')")
     parser.add_argument("--epochs", type=int, help="of 403 samples; so many as events may take")
     parser.add_argument("--spares", type=int, default=0, help="workers that wait to take part")
     parser.add_argument("--leaves", type=int, default=100, help="at most, of those that leave")
@@ -340,7 +340,7 @@ def main() -> None:
         given.leaves,
         given.limit,
         given.keep,
-        given.store,
+        given.strategy,
         given.epochs,
         given.spares,
     )

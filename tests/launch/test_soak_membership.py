@@ -23,7 +23,9 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "soak_membership.py"
         # The tests of test_elastic_meshes.py lose workers of two copies, too, at chosen moments.
         pytest.param("--events 5 --shards 2", marks=pytest.mark.rare),
         # And those of test_elastic_kvstore.py workers of a store.
-        pytest.param("--events 5 --workers 3 --store", marks=pytest.mark.rare),
+        pytest.param(
+            "--events 5 --workers 3 --strategy KVStore(update='store')", marks=pytest.mark.rare
+        ),
     ],
 )
 def test_they_change_nothing(mark: str, words: str) -> None:

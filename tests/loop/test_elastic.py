@@ -11,7 +11,7 @@ from allhands.loop.elastic import Elastic
 
 
 @pytest.mark.parametrize(
-    ("backend", "said"), [("nccl", "with nccl no copy has joined"), ("gloo", "")]
+    ("backend", "said"), [("nccl", "with nccl no such training was seen"), ("gloo", "")]
 )
 def test_models_in_parts_are_refused_with_nccl(backend: str, said: str) -> None:
     elastic = Elastic.__new__(Elastic)

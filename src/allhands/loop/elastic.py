@@ -147,8 +147,8 @@ class Elastic(ElasticUnits):
         if self.world.backend == "nccl":
             return (
                 f"strategy '{name}' keeps parts of the model on the workers, and with nccl no "
-                "copy has joined another one yet; write --max-restarts without --elastic, or "
-                "device='cpu'"
+                "such training was seen to go on to its end; write --max-restarts without "
+                "--elastic, or device='cpu'"
             )
         if settings.step == "compile":
             return "what is compiled is lost with the parts of the model; write step='auto'"
