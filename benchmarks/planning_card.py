@@ -312,7 +312,7 @@ def compare(given: argparse.Namespace) -> None:
     path, operations = (RESULTS / f"{given.out}{end}.json" for end in ("", "_profile"))
     result = json.loads(path.read_text())
     known = read_times(operations) if operations.exists() else {}
-    rows: dict[str, Any] = {}
+    rows: dict[str, Any] = result.get("compared", {})
     for count in (1, 2, 4):
         for case in cases_of(count):
             name = words_of(case, count)

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from report import RESULTS, machine, save_json
 from tests.cluster.hosts import Hosts
-from tests.cluster.launching import ALLHANDS
+from tests.cluster.launching import allhands as command
 from tests.cluster.machine import call
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -189,7 +189,7 @@ def turn(hosts: Hosts) -> dict[str, Any]:
     """One profile, prediction and measurement."""
     profile = hosts.folder / "profile.json"
     profile.unlink(missing_ok=True)
-    doctor = [*ALLHANDS, "doctor", "-H", "d1,d2", "--profile", str(profile)]
+    doctor = [*command(), "doctor", "-H", "d1,d2", "--profile", str(profile)]
     environment = hosts.environ(OMP_NUM_THREADS="1")
     subprocess.run(doctor, check=True, env=environment, cwd="/", stdout=subprocess.DEVNULL)
     other = hosts.folder / "other.json"
@@ -204,7 +204,7 @@ def turn(hosts: Hosts) -> dict[str, Any]:
     )
     predicted = run(hosts, "ssh", "d1", f"{script} --predict {profile}")
     busy.wait()
-    launch = [*ALLHANDS, "launch", "-H", "d1,d2", "-n", "2", "--no-prefix"]
+    launch = [*command(), "launch", "-H", "d1,d2", "-n", "2", "--no-prefix"]
     measured = run(hosts, *launch, "planning_links.py", "--work")
     links = read_links(profile)
     assert links is not None

@@ -18,6 +18,7 @@ from allhands.cli.run_objects import strategy_from
 from allhands.cli.shared_options import read_checked
 from allhands.models.transformer import GPT, NextToken
 from allhands.planning.candidates import Candidate, candidates
+from allhands.planning.dry_step import Workload, dry_step
 from allhands.planning.machines import card_named
 from allhands.planning.operation_times import (
     OperationTimes,
@@ -282,3 +283,24 @@ def test_a_card_that_is_nearly_full_is_told() -> None:
     (row,) = plan(2, strategies=ddp).rows
     assert "fills" not in str(plan(2, strategies=ddp))
     assert "ddp: fills 96 % of a GPU" in str(plan(2, strategies=ddp, memory=row.peak / 0.96))
+
+
+def test_a_stage_between_the_first_and_the_last_may_be_the_fullest() -> None:
+    pipeline = Candidate(Pipeline(), {"name": "pipeline"})
+    with torch.device("meta"):
+        # Embedding and head take the place of layers in the first and the last stage.
+        model = GPT(**SIZES | {"vocab_size": 4096, "layers": 10, "width": 128}, tied=False)
+    batch = torch.zeros(16, 128, dtype=torch.int64)
+    given: dict[str, Any] = {
+        "model": model,
+        "criterion": NextToken(),
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "batch": (batch, batch),
+        "step": "eager",
+    }
+    (row,) = plan(4, **given, strategies=[pipeline]).rows
+    workload = Workload(**given, samples=16, runner=allhands.SupervisedRunner())
+    peaks = [dry_step(workload, pipeline.strategy, 4, rank).peak for rank in range(4)]
+    assert max(peaks) > max(peaks[0], peaks[3]), peaks
+    beside = row.memory["libraries"] + row.memory["CUDA and NCCL"]
+    assert row.peak - beside == pytest.approx(max(peaks), rel=0.003)

@@ -49,6 +49,7 @@ class DerivedSteps:
             degrees._replace(replicate=1),
             workload.activation_checkpointing,
             rank == 0,
+            rank * degrees.pp // gpus,  # the stage
         )
         if key in self._taken:
             before, steps = self._taken[key]

@@ -153,8 +153,8 @@ def plan(
     """Predict memory, bytes and step time of a training on GPUs that need not be there.
 
     For each strategy one rank takes two steps in this process, with the code of a training, on
-    tensors without data; a pipeline's first and last rank do. Memory is what PyTorch would
-    hold at once in the second, in blocks as its allocator gives them out, with cuBLAS's
+    tensors without data; of a pipeline's stages the first two and the last. Memory is what PyTorch
+    would hold at once in the second, in blocks as its allocator gives them out, with cuBLAS's
     workspaces. Times are of operations, by the card's published peaks or as `times` has measured
     them, and of collectives, by a latency for each step of a tree and the bandwidth of a ring.
 
@@ -280,7 +280,9 @@ def _predict(
         lines["activation_checkpointing"] = candidate.recompute
         workload = replace(workload, activation_checkpointing=candidate.recompute)
     on_cpus = times.card.name == CPU
-    ranks = [0, gpus - 1] if degrees.pp > 1 else [0]
+    # Of a pipeline's stages the first has the embedding, the last the head, and of those between
+    # them the second the most micro-batches at once.
+    ranks = sorted({0, gpus // degrees.pp, gpus - 1}) if degrees.pp > 1 else [0]
     if on_cpus and degrees.pp == gpus:
         ranks = list(range(gpus))
     try:
