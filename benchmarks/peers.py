@@ -112,7 +112,7 @@ def gpt_parallel(found: dict[str, Any]) -> list[Table]:
             f"{max(figures[name]['tokens_per_second']):,.0f} ({figures[name]['speed']:.2f})"
             for name in names
         ]
-        memory = [figures[name].get("gib") for name in ("by hand", *names)]
+        memory = [figures[name].get("gib with making") for name in ("by hand", *names)]
         rows.append(
             [
                 case,
@@ -131,6 +131,20 @@ def gpt_parallel(found: dict[str, Any]) -> list[Table]:
     ]
     turns = f"{found['rounds']} turn{'s' if found['rounds'] > 1 else ''}"
     return [(f"{turns} of {found['steps']} steps, {about(found)}", header, rows)]
+
+
+def library_models(found: dict[str, Any]) -> list[Table]:
+    names = list(dict.fromkeys(row["contender"] for row in found["rows"]))
+    base = "by hand, compiled"
+    tasks: dict[str, dict[str, float]] = {}
+    for row in found["rows"]:
+        tasks.setdefault(row["task"], {})[row["contender"]] = row["milliseconds"]
+    rows = [
+        [task, *(f"{ms[name]:.1f} ({ms[base] / ms[name]:.2f})" for name in names)]
+        for task, ms in tasks.items()
+    ]
+    header = ["ms a step", *(f'`step="{n}"`' if n == "auto" else n for n in names)]
+    return [(about(found), header, rows)]
 
 
 def kvstore(found: dict[str, Any]) -> list[Table]:
@@ -411,6 +425,7 @@ MAKERS = {
     "step_overhead": step_overhead,
     "launch": launch,
     "gpt_parallel": gpt_parallel,
+    "library_models": library_models,
     "kvstore": kvstore,
     "mpi_allreduce": mpi,
     "horovod_tensorflow": horovod_tensorflow,

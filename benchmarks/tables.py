@@ -23,7 +23,13 @@ import peers
 from report import RESULTS
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "docs/benchmarks.md", "docs/planning.md", "docs/growth.md")
+PAGES = (
+    "README.md",
+    "docs/benchmarks.md",
+    "docs/planning.md",
+    "docs/growth.md",
+    "docs/step.md",
+)
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
@@ -109,6 +115,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "readme": readme,
     "gpu": gpu,
     "gpt": section("gpt_parallel*.json"),
+    "library": section("library_models_*.json"),
     "step": section("step_overhead_*.json launch.json"),
     "growth": section("growth.json"),
     "kvstore": section("kvstore*.json"),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from allhands import SupervisedRunner, UserError
+from allhands.models.transformer import NextToken
 from allhands.step import LossRule
 
 
@@ -44,14 +46,43 @@ def test_class_probabilities_count_samples() -> None:
     )
 
 
-@pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(), F.cross_entropy])
-def test_whole_targets_without_ignored_ones_spare_the_count(criterion: object) -> None:
+@pytest.mark.parametrize("shape", [(3,), (3, 2)])
+@pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(), F.cross_entropy, NextToken()])
+def test_whole_targets_without_ignored_ones_spare_the_count(
+    criterion: object, shape: tuple[int, ...]
+) -> None:
+    """Each sample has as many targets as the others."""
     rule = LossRule(criterion)  # type: ignore[arg-type]
-    rule.use_samples_if_equal(torch.tensor([0, 1, -100]))
+    targets = torch.zeros(shape, dtype=torch.int64)
+    targets[-1] = -100
+    rule.use_samples_if_equal(targets)
     assert rule.counts_targets
-    rule.use_samples_if_equal(torch.tensor([0, 1, 2]))
+    rule.use_samples_if_equal(targets.clamp(min=1))
     assert not rule.counts_targets
     assert rule.call is criterion
+
+
+class Shifted(nn.CrossEntropyLoss):
+    """Leaves out the last target of each sample, and so is no mean over all of them."""
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return super().forward(output[:, :-1].flatten(0, 1), target[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_class_that_averages_over_something_else_is_refused(known: bool) -> None:
+    """Also where the targets are known to be whole, so that they are not counted."""
+    output, target = torch.randn(2, 5, 3), torch.randint(3, (2, 5))
+    for criterion, refused in ((NextToken(), False), (Shifted(), True)):
+        rule = LossRule(criterion)
+        if known:
+            rule.use_samples_if_equal(target)
+        with (
+            pytest.raises(UserError, match="Shifted derives from CrossEntropyLoss")
+            if refused
+            else contextlib.nullcontext()
+        ):
+            rule.check_counts(output, target, rule.call(output, target))
 
 
 def test_a_summing_criterion_is_known() -> None:

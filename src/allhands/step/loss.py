@@ -101,7 +101,7 @@ class LossRule:
             self._ignore_index = options.get("ignore_index", -100)
             self._class_weights = options.get("weight")
             self.call = _SumCriterion(criterion)
-        self.mean_call: Criterion = criterion
+        self._sum_call, self.mean_call = self.call, criterion
         self.one_target_a_sample = False
         self.over_batch = isinstance(criterion, OverBatch)
         self.pairs: bool | None = None
@@ -177,14 +177,10 @@ class LossRule:
 
         That spares one small collective a step."""
         if (
-            not self.counts_targets
-            or self._class_weights is not None
-            or self._own_forward
-            or targets is None
-        ):
-            return
-        if (
-            targets.dim() == 1
+            self.counts_targets
+            and self._class_weights is None
+            and targets is not None
+            and targets.dim()  # [samples, …], so that each has as many
             and not targets.is_floating_point()
             and not bool((targets == self._ignore_index).any())
         ):
@@ -267,7 +263,7 @@ class LossRule:
         Such a class with a ``forward`` of its own (a focal loss) may average over something else,
         or ignore ``reduction``.
         """
-        if not (self.counts_targets and self._own_forward):
+        if not self._own_forward:
             return
         some = self._some(output, target)
         if some is not None:
@@ -278,7 +274,8 @@ class LossRule:
             return
         with torch.no_grad():
             mean = float(self.mean_call(output, target))
-            total = float(loss.detach() if some is None else self.call(output, target))
+            known = some is None and self.counts_targets
+            total = float(loss.detach() if known else self._sum_call(output, target))
         if abs(total - mean * float(counted)) > 1e-2 * abs(total) + 1e-6:
             own, base = type(self.mean_call).__name__, type(self.mean_call).__mro__[1].__name__
             raise UserError(
