@@ -60,7 +60,7 @@ strategy = allhands.LocalSGD(every=every, outer="nesterov") if every else None
 if shards:
     strategy = allhands.Mesh(dp={"replicate": 2, "shard": shards})
 if os.environ.get("SOAK_STRATEGY"):
-    strategy = eval(os.environ["SOAK_STRATEGY"], vars(allhands))
+    strategy = eval("allhands." + os.environ["SOAK_STRATEGY"])
 torch.manual_seed(0)
 x = torch.randn(403, 20)
 y = (x @ torch.randn(20, 5)).argmax(1)
