@@ -253,7 +253,7 @@ def test_a_captured_step_keeps_its_output_for_metrics() -> None:
     # As an H200 has shown, see benchmarks/planning_card.py.
     shown = json.loads((RESULTS / "planning_card.json").read_text())["cases"]
     gib = shown["GPT-124M, single, 1 worker"]["gib with making"]
-    assert (kept.peak + LIBRARIES) / GIB == pytest.approx(gib, rel=0.02)
+    assert (captured.peak + LIBRARIES) / GIB == pytest.approx(gib, rel=0.02)
 
 
 def test_images_are_copied_for_a_captured_step() -> None:

@@ -67,20 +67,3 @@ def test_the_environment_keeps_flower_to_itself(tmp_path, monkeypatch):
     assert made["NO_PROXY"] == "example.org,127.0.0.1,localhost"
     assert made["EXTRA"] == "1"
     assert str(sys.executable).startswith(made["PATH"].split(":")[1])
-
-
-def test_what_is_not_there_yet_is_asked_for_again_soon_and_an_unknown_flower_is_refused(
-    monkeypatch,
-):
-    module = pytest.importorskip("flwr.supercore.inflatable.inflatable_utils")
-    names = ("pull_objects", "pull_and_inflate_object_from_tree")
-    for name in names:
-        before = dict(getattr(module, name).__kwdefaults__)
-        monkeypatch.setattr(getattr(module, name), "__kwdefaults__", before)
-    flower.ask_again_soon()
-    assert [getattr(module, name).__kwdefaults__["initial_backoff"] for name in names] == [
-        flower.AGAIN
-    ] * 2
-    monkeypatch.setattr(module, "pull_objects", lambda ids: ids)
-    with pytest.raises(UserError, match="pull_objects has no initial_backoff: pip install"):
-        flower.ask_again_soon()

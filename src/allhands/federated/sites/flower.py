@@ -6,7 +6,6 @@ Flower is an extra: ``pip install 'allhands[flower]'``. Nothing here imports it.
 
 from __future__ import annotations
 
-import importlib
 import os
 import shlex
 import shutil
@@ -21,9 +20,6 @@ from allhands.errors import UserError
 #: The release whose commands, options and messages these modules were written for and tested with.
 RELEASE = "1.42"
 INSTALL = "pip install 'allhands[flower]', which brings flwr>=1.42,<1.43"
-#: Seconds until a message's object that has not come yet is asked for again. Flower waits for one,
-#: which is longer than most objects take.
-AGAIN = 0.1
 #: What Flower starts by name, looked for on PATH, when it is handed a task.
 TASKS = (
     "flwr-serverapp",
@@ -56,21 +52,6 @@ def require_names(module: Any, names: Iterable[str], what: str) -> None:
     absent = [name for name in names if not hasattr(module, name)]
     if absent:
         raise UserError(f"this Flower's {what} has no {', '.join(absent)}: {INSTALL}")
-
-
-def ask_again_soon() -> None:
-    """Let this process ask again after `AGAIN` seconds for an object of a message that its sender
-    still pushes.
-
-    Raises:
-        UserError: this Flower waits in another way.
-    """
-    module = importlib.import_module("flwr.supercore.inflatable.inflatable_utils")
-    for name in ("pull_objects", "pull_and_inflate_object_from_tree"):
-        defaults = getattr(getattr(module, name, None), "__kwdefaults__", None) or {}
-        if "initial_backoff" not in defaults:
-            raise UserError(f"this Flower's {name} has no initial_backoff: {INSTALL}")
-        defaults["initial_backoff"] = AGAIN
 
 
 def command(name: str) -> str:

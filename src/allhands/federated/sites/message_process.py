@@ -59,7 +59,6 @@ def prepare() -> Any:
     """Flower's module that runs a message, with our app in it."""
     module: Any = importlib.import_module("flwr.supernode.runtime.run_clientapp")
     replace_loading(module)
-    flower.ask_again_soon()
     return module
 
 

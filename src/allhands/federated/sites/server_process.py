@@ -99,7 +99,6 @@ def main() -> None:
     flower.require()
     # The package exports a function under the module's name, which an import statement would find.
     replace_loading(importlib.import_module("flwr.superlink.runtime.run_serverapp"), state)
-    flower.ask_again_soon()
     from flwr.superlink.cli import flwr_serverapp
 
     flwr_serverapp()
