@@ -200,6 +200,9 @@ def bound(
     )
     group = OptimizerGroup(settings, world, task, _no_trial, lambda _: None)
     rule = LossRule(workload.criterion)
+    target = workload.batch[-1] if isinstance(workload.batch, (tuple, list)) else None
+    if runner.takes_last_as_target and isinstance(target, torch.Tensor) and not target.is_meta:
+        rule.use_samples_if_equal(target)  # as all targets, of which these are some
     if rule.pairs is None:
         rule.look_with(lambda: _NoCheck(workload.criterion))
     else:

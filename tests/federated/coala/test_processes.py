@@ -11,6 +11,7 @@ import allhands
 import allhands.federated as coala
 from allhands.federated.coala import api
 from tests.federated.coala import test_api as alone
+from tests.federated.coala.test_server import Median
 from tests.worlds import in_world
 
 pytestmark = pytest.mark.serial
@@ -57,7 +58,7 @@ def trained(processes: int) -> list[dict[str, Any]]:
         (None, None, alone.Net, "slowest"),
         (None, None, alone.Net, "random"),
         (None, Remembers, alone.Net, "greedy"),
-        (alone.Median, Remembers, alone.Net, "greedy"),
+        (Median, Remembers, alone.Net, "greedy"),
     ):
         result = alone.train(
             serving,
