@@ -213,6 +213,9 @@ def _gather_padded(rows: torch.Tensor, world: World) -> tuple[torch.Tensor, list
 def all_gather_ragged(values: Sequence[torch.Tensor], world: World) -> list[list[torch.Tensor]]:
     """Every rank's list of tensors, in the order of the ranks; they may be of any shapes, dtypes
     and number.
+
+    Raises:
+        TypeError: on all ranks: one of them has something else in its list.
     """
     if world.world_size == 1:
         return [list(values)]
@@ -245,7 +248,11 @@ def all_gather_ragged(values: Sequence[torch.Tensor], world: World) -> list[list
 
 
 def all_gather_text(text: str, world: World) -> list[str]:
-    """Every rank's string, in the order of the ranks."""
+    """Every rank's string, in the order of the ranks.
+
+    Raises:
+        WorldError: a rank sent something else, because it was in another call.
+    """
     if world.world_size == 1:
         return [text]
     data = torch.frombuffer(bytearray(_TEXT + text.encode()), dtype=torch.uint8).to(world.device)

@@ -291,6 +291,7 @@ class Rounds:
     # ------------------------------------------------------------------ the loop
 
     def run(self) -> History:
+        """All rounds that are left; returns the history."""
         while self.server.round < self.rounds:
             self.one_round()
         return self.history

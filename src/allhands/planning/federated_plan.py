@@ -80,6 +80,7 @@ class FederatedPlan:
 
     @property
     def seconds(self) -> float | None:
+        """Of all rounds."""
         known = [one.seconds for one in self.rounds if one.seconds is not None]
         return math.fsum(known) if len(known) == len(self.rounds) else None
 

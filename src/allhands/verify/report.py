@@ -69,6 +69,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
+        """No row differs by more than it may."""
         return all(row.verdict != DIFFERS for row in self.rows)
 
     def table(self) -> str:
