@@ -155,7 +155,7 @@ def card_named(name: str) -> Card:
     found = CARDS.get(name.lower())
     if found is None:
         raise UserError(
-            f"card '{name}' is not known{did_you_mean(name, CARDS)}; known are: {', '.join(CARDS)}"
+            f"card '{name}' is not known{did_you_mean(name, CARDS)} Known are: {', '.join(CARDS)}"
         )
     return found
 
@@ -180,7 +180,7 @@ def _link_named(name: str) -> Link:
     match = re.fullmatch(r"([\d.]+)\s*GB/s", name, re.IGNORECASE)
     if match is None:
         raise UserError(
-            f"link '{name}' is not known{did_you_mean(name, LINKS)}; known are: "
+            f"link '{name}' is not known{did_you_mean(name, LINKS)} Known are: "
             f"{', '.join(LINKS)}, or a bandwidth such as 12.5GB/s"
         )
     return Link(name, float(match[1]) * _GIGA, 10e-6)
