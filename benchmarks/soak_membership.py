@@ -38,12 +38,11 @@ from typing import Any
 import torch
 from report import machine, save_json
 
-# nccl takes several workers on one GPU where each is on a host of its own; a name of one will do.
-HOST_NAME = """
-import ctypes, os, platform, socket
-if ctypes.CDLL(None).unshare(0x04000000) == 0:
-    socket.sethostname(f"worker-{os.environ.get('RANK', '')}")
-    platform._uname_cache = None
+HOST_NAME = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from one_card import own_host
+own_host()
 """
 
 SCRIPT = """

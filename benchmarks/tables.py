@@ -1,5 +1,5 @@
-"""Tables in README.md and docs/benchmarks.md, made of the committed files in benchmarks/results,
-and pictures in docs/images.
+"""Tables in README.md and pages of docs, made of the committed files in benchmarks/results, and
+pictures in docs/images.
 
     python benchmarks/tables.py            # writes them between the markers <!-- table: NAME -->
     and <!-- end of table --> python benchmarks/tables.py --check    # only says which page is not

@@ -293,7 +293,7 @@ SHARDED = (
 )
 
 
-@pytest.mark.parametrize(
+LOSSES_OF_PARTS = pytest.mark.parametrize(
     "losses",
     [
         ["2@5:SIGKILL", "0@e2:SIGKILL"],
@@ -304,24 +304,36 @@ SHARDED = (
     ],
     ids=" ".join,
 )
-def test_parts_of_the_optimizers_state_are_not_lost(job: Job, losses: list[str]) -> None:
-    code, out, err = job.run("-n", "3", "--elastic", job.script(SHARDED), "4", "0", *losses)
+
+
+def assert_no_part_is_lost(job: Job, text: str, losses: list[str]) -> None:
+    """Three workers, of whom these are lost, train as one process does."""
+    code, out, err = job.run("-n", "3", "--elastic", job.script(text), "4", "0", *losses)
     assert code == 0, out + err
     assert "each part of the optimizer's state is on two workers" in out
     found = result(job.folder)
-    assert_same(found, alone(job.folder / "alone", SHARDED, 12))
+    assert_same(found, alone(job.folder / "alone", text, 12))
     assert found[3] == 3 - sum("SIG" in word or "dies" in word for word in losses)
 
 
-def test_a_worker_that_joins_gets_its_part_of_the_optimizers_state(job: Job) -> None:
-    script = job.script(until_one_joins(SHARDED))
-    words = ("-n", "2", "--spares", "1", "--elastic", script, "6", "0.6")
+def assert_a_spare_gets_its_part(job: Job, joined: str, text: str) -> None:
+    """Two workers, of whom one is lost and a spare takes its place, train as one process does."""
+    words = ("-n", "2", "--spares", "1", "--elastic", job.script(joined), "6", "0.6")
     code, out, err = job.run(*words, "0@9:SIGKILL", timeout=150)
     assert code == 0, out + err
     assert "membership 2: 1 worker joined" in out
     found = result(job.folder)
     assert found[3] == 2
-    assert_same(found, alone(job.folder / "alone", SHARDED, 12))
+    assert_same(found, alone(job.folder / "alone", text, 12))
+
+
+@LOSSES_OF_PARTS
+def test_parts_of_the_optimizers_state_are_not_lost(job: Job, losses: list[str]) -> None:
+    assert_no_part_is_lost(job, SHARDED, losses)
+
+
+def test_a_worker_that_joins_gets_its_part_of_the_optimizers_state(job: Job) -> None:
+    assert_a_spare_gets_its_part(job, until_one_joins(SHARDED), SHARDED)
 
 
 def test_a_part_that_was_lost_twice_ends_the_training(job: Job) -> None:

@@ -6,8 +6,16 @@ from __future__ import annotations
 import pytest
 
 from .conftest import Job
+from .test_elastic import (
+    LOSSES_OF_PARTS,
+    Runner,
+    alone,
+    assert_a_spare_gets_its_part,
+    assert_no_part_is_lost,
+    assert_same,
+    result,
+)
 from .test_elastic import SCRIPT as OWN_STEPS
-from .test_elastic import Runner, alone, assert_same, result
 
 pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("forked_python")]
 
@@ -36,34 +44,13 @@ SCRIPT = (
 )
 
 
-@pytest.mark.parametrize(
-    "losses",
-    [
-        ["2@5:SIGKILL", "0@e2:SIGKILL"],
-        ["1@4:SIGTERM"],
-        # one has not begun the update that the other has made, and sent in vain
-        ["2@5:dies", "0@5:behind", "1@5:within"],
-        ["2@5:dies", "0@5:within", "1@5:within"],
-    ],
-    ids=" ".join,
-)
+@LOSSES_OF_PARTS
 def test_the_others_have_the_lost_workers_part_of_the_store(job: Job, losses: list[str]) -> None:
-    code, out, err = job.run("-n", "3", "--elastic", job.script(SCRIPT), "4", "0", *losses)
-    assert code == 0, out + err
-    assert "each part of the optimizer's state is on two workers" in out
-    found = result(job.folder)
-    assert_same(found, alone(job.folder / "alone", SCRIPT, 12))
-    assert found[3] == 3 - sum("SIG" in word or "dies" in word for word in losses)
+    assert_no_part_is_lost(job, SCRIPT, losses)
 
 
 def test_a_worker_that_joins_gets_its_part_of_the_store(job: Job) -> None:
-    words = ("-n", "2", "--spares", "1", "--elastic", job.script(SCRIPT), "6", "0.6")
-    code, out, err = job.run(*words, "0@9:SIGKILL", timeout=150)
-    assert code == 0, out + err
-    assert "membership 2: 1 worker joined" in out
-    found = result(job.folder)
-    assert found[3] == 2
-    assert_same(found, alone(job.folder / "alone", SCRIPT, 12))
+    assert_a_spare_gets_its_part(job, SCRIPT, SCRIPT)
 
 
 def test_a_stopped_worker_is_lost_and_one_in_its_place_gets_its_part(job: Job) -> None:

@@ -123,9 +123,8 @@ class BufferedRounds(Rounds):
 
     def one_round(self) -> dict[str, dict[str, float]]:
         values = super().one_round()
-        if set(self.states.lengths) == {
-            UNDER_WAY
-        }:  # nothing else is to be kept of those that have arrived
+        # Nothing else is to be kept of those that have arrived.
+        if set(self.states.lengths) == {UNDER_WAY}:
             flying = {client for _, client, _, _ in self.buffered.flying}
             for client, _ in self.events.arrivals:
                 if client not in flying:

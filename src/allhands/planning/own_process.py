@@ -34,7 +34,8 @@ class OwnProcess:
     def __init__(self, function: Callable[..., Any], *args: Any, gently: bool = False) -> None:
         world = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "ALLHANDS_", "TORCHELASTIC_")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(world)}
-        self._out = tempfile.TemporaryFile()  # noqa: SIM115 - it is open as long as the process runs
+        # Open as long as the process runs.
+        self._out = tempfile.TemporaryFile()  # noqa: SIM115
         with tempfile.TemporaryFile() as call:
             call.write(_pickled((function, args)))
             call.seek(0)

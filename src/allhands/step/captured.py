@@ -19,7 +19,7 @@ from torch import nn
 from allhands.compat import pytree
 from allhands.errors import UserError
 from allhands.step.capturable import Capturable
-from allhands.step.compile_check import losses_and_gradients
+from allhands.step.compile_check import local_part, losses_and_gradients
 from allhands.step.compile_choice import CompileChoice
 from allhands.step.exchange import Count
 from allhands.step.guards import HostState, hooked, waits_noted, where_raised
@@ -366,8 +366,7 @@ def _notes_in(observed: list[tuple[Any, ...]], outputs: str) -> Observer:
 
 def _address(parameter: Any) -> int:
     """Where the values of a parameter lie, or this rank's part of them."""
-    part = parameter.to_local() if hasattr(parameter, "placements") else parameter
-    return part.data_ptr()
+    return local_part(parameter).data_ptr()
 
 
 def _on(leaf: Any, device: torch.device) -> Any:

@@ -76,8 +76,14 @@ def _gap(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
     return (apart / max(whole, 1e-300)) ** 0.5
 
 
+def local_part(tensor: Any) -> torch.Tensor:
+    """This rank's part of a tensor that lies in parts, or all of it."""
+    part: torch.Tensor = tensor.to_local() if hasattr(tensor, "placements") else tensor
+    return part
+
+
 def _local(gradient: Any) -> torch.Tensor:
-    part = gradient.to_local() if hasattr(gradient, "placements") else gradient
+    part = local_part(gradient)
     return part.to_dense() if part.is_sparse else part
 
 
