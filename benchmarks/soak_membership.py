@@ -3,6 +3,7 @@ end with those of a training that nothing disturbed.
 
     python benchmarks/soak_membership.py --events 200 --workers 4
     python benchmarks/soak_membership.py --events 20 --workers 2 --device cuda
+    python benchmarks/soak_membership.py --events 20 --workers 2 --device cuda --step graph
     python benchmarks/soak_membership.py --events 40 --every 8
     python benchmarks/soak_membership.py --events 20 --shards 2
     python benchmarks/soak_membership.py --events 20 --strategy "KVStore(update='store')"
@@ -71,7 +72,7 @@ scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
 data = TensorDataset(x, y)
 loop = allhands.Loop(
     model=model, optimizer=optimizer, scheduler=(scheduler, "step"), device=device,
-    strategy=strategy,
+    strategy=strategy, step=os.environ.get("SOAK_STEP", "auto"),
     loaders={
         "train": DataLoader(data, batch_size=batch, shuffle=True),
         "valid": DataLoader(data, batch_size=batch),
@@ -218,6 +219,7 @@ def soak(
     strategy: str | None = None,
     epochs: int | None = None,
     spares: int = 0,
+    step: str = "auto",
 ) -> dict[str, Any]:
     """One job; what has happened, with "wrong": what should not have."""
     draw, batch, pause = random.Random(seed), 8, 0.25
@@ -235,7 +237,7 @@ def soak(
         words += [str(script), str(batch), str(epochs), str(pause), device, str(batch * workers)]
         words += [str(every), str(shards)]
         environment = os.environ | {"ALLHANDS_SOAK": str(os.getpid()), "OMP_NUM_THREADS": "1"}
-        environment |= {"SOAK_STRATEGY": strategy} if strategy else {}
+        environment |= {"SOAK_STEP": step, **({"SOAK_STRATEGY": strategy} if strategy else {})}
         began = time.monotonic()
         with (together / "log").open("wb") as log:
             job = subprocess.Popen(
@@ -267,6 +269,8 @@ def soak(
             "every": every,
             "shards": shards,
             "strategy": strategy,
+            "step": step,
+            "captures": said.count("step: captured"),
             "spares": spares,
             "seed": seed,
             "seconds": time.monotonic() - began,
@@ -319,6 +323,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=0, help="steps between exchanges (local_sgd)")
     parser.add_argument("--shards", type=int, default=0, help="of each of two copies (a mesh)")
     parser.add_argument("--strategy", help="such as KVStore(update='store')")
+    parser.add_argument("--step", default="auto", help="graph: steps are captured")
     parser.add_argument("--epochs", type=int, help="of 403 samples; so many as events may take")
     parser.add_argument("--spares", type=int, default=0, help="workers that wait to take part")
     parser.add_argument("--leaves", type=int, default=100, help="at most, of those that leave")
@@ -342,6 +347,7 @@ def main() -> None:
         given.strategy,
         given.epochs,
         given.spares,
+        given.step,
     )
     print(json.dumps(found, indent=1))
     if given.save:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pickle import UnpicklingError
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from allhands.world.membership import SupersededError
 class Memberships:
     """A newer membership that tells of a loss, or of one that joins alone."""
 
-    def __init__(self, lost: bool) -> None:
+    def __init__(self, lost: bool, aborted: bool = False) -> None:
+        self.aborted = aborted
         self.has_lost = lambda: lost
         self.changed = lambda: True
 
@@ -40,3 +42,11 @@ def test_an_error_of_the_users_is_not_while_a_worker_waits_to_join() -> None:
     assert not is_loss(error, joins)
     assert is_loss(error, loses), "of what the loss has left half done"
     assert not is_loss(UserError("no"), loses)
+
+
+def test_any_error_is_once_the_group_is_aborted() -> None:
+    """What nccl gives then is not what was sent."""
+    aborted: Any = Memberships(True, aborted=True)
+    assert is_loss(UserError("the loss is nan on rank 1"), aborted)
+    assert is_loss(UnpicklingError("Unsupported operand 5"), aborted)
+    assert not is_loss(SystemExit(0), aborted)

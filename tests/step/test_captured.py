@@ -14,8 +14,10 @@ from torch import nn
 
 from allhands import UserError
 from allhands.step import CapturedSteps, LossRule, OptimizerStep, Precision
+from allhands.step.cuda_graphs import Graphs
 from allhands.step.exchange import Exchange, Placement
 from allhands.world import World
+from tests.function_graphs import FunctionGraphs
 
 CPU = torch.device("cpu")
 MOMENTUM = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}
@@ -52,7 +54,7 @@ class Trained:
         device: torch.device = CPU,
         captured: bool = True,
         insist: bool = False,
-        capture: Callable[..., Any] | None = None,
+        graphs: FunctionGraphs | None = None,
         clip: float | None = 0.5,
         criterion: nn.Module | None = None,
         outputs: str = "kept",
@@ -63,7 +65,6 @@ class Trained:
         self.losses: list[float] = []
         self.outputs: list[torch.Tensor | None] = []
         self.said: list[str] = []
-        self.captures = 0
         world = world_on(device)
         placement, exchange = Placement(self.model, world), Exchange()
 
@@ -73,18 +74,6 @@ class Trained:
             self.losses.append(float(loss.detach()) * factor)
             self.outputs.append(None if output is None else output.detach())
 
-        def keep(function: Callable[[], None]) -> Callable[[], None]:
-            self.captures += 1
-
-            def replay() -> None:
-                assert self.captured is not None
-                # A graph keeps what the optimizer was when it was captured.
-                with self.captured.optimizer.capturable():
-                    function()
-
-            return replay
-
-        self.keep = keep
         self.make = lambda: OptimizerStep(
             self.model.parameters(),
             self.optimizer,
@@ -100,7 +89,7 @@ class Trained:
         )
         self.captured = None
         if captured:
-            given = capture or (keep if device.type == "cpu" else None)
+            self.graphs = graphs or FunctionGraphs()
             self.captured = CapturedSteps(
                 self.model,
                 None,
@@ -110,8 +99,9 @@ class Trained:
                 device.type == "cuda",
                 insist,
                 self.said.append,
-                given,
+                self.graphs if device.type == "cpu" else None,
             )
+            self.graphs.steps = self.captured
             self.captured.begin()
         self.take = self.make()
 
@@ -177,7 +167,7 @@ def test_a_replay_is_the_step(kind: Any, options: dict[str, Any]) -> None:
         for group in one.optimizer.param_groups:
             group["lr"] = 0.01
         one.steps(batches[10:])
-    assert captured.captures == 1
+    assert captured.graphs.captures == 1
     assert captured.said == ["step: captured in a CUDA graph, and replayed from here on"]
     assert apart(captured.model, plain.model) < 1e-6
     assert captured.losses == pytest.approx(plain.losses, rel=1e-5)
@@ -185,6 +175,49 @@ def test_a_replay_is_the_step(kind: Any, options: dict[str, Any]) -> None:
     assert all(
         (a - b).abs().max() < 1e-5 for a, b in zip(captured.outputs, plain.outputs, strict=True)
     )
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_comes_before_the_update_is_done_between_two_graphs(device: str) -> None:
+    """It sees the losses and whole gradients of the step, and weights of before it."""
+    seen: list[list[tuple[int, float, float]]] = [[], []]
+    made = [
+        Trained(without_dropout(), torch.optim.SGD, MOMENTUM, torch.device(device), captured=own)
+        for own in (True, False)
+    ]
+    for one, found in zip(made, seen, strict=True):
+        first = next(one.model.parameters())
+
+        def note(one: Trained = one, found: Any = found, first: Any = first) -> None:
+            found.append((len(one.losses), float(first.grad.sum()), float(first.detach().sum())))
+
+        one.take.before_update = note
+        one.steps(data(9))
+    assert apart(made[0].model, made[1].model) < 1e-6
+    assert len(seen[0]) == 9
+    assert torch.allclose(torch.tensor(seen[0]), torch.tensor(seen[1]), atol=1e-5)
+    if device == "cpu":
+        assert made[0].graphs.replays == 6
+    assert made[0].said == ["step: captured in a CUDA graph, and replayed from here on"]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_step_that_fails_before_its_update_leaves_the_weights(device: str) -> None:
+    trained = Trained(without_dropout(), torch.optim.SGD, MOMENTUM, torch.device(device))
+    trained.take.before_update = lambda: None
+    trained.steps(data(6))
+    before = [parameter.detach().clone() for parameter in trained.model.parameters()]
+
+    def fail() -> None:
+        raise RuntimeError("a worker is lost")
+
+    trained.take.before_update = fail
+    with pytest.raises(RuntimeError, match="a worker is lost"):
+        trained.steps(data(1))
+    assert all(map(torch.equal, trained.model.parameters(), before))
 
 
 def test_the_optimizer_stays_as_its_owner_knows_it() -> None:
@@ -211,7 +244,7 @@ def test_a_changed_option_or_a_frozen_weight_is_captured_anew() -> None:
         one.model[0].weight.requires_grad_(False)
         one.take = one.make()
         one.steps(data(6, seed=2))
-    assert trained.captures == 3
+    assert trained.graphs.captures == 3
     assert apart(trained.model, plain.model) < 1e-6
 
 
@@ -248,7 +281,7 @@ def test_what_a_step_does_on_the_host_keeps_it_eager(layer: Any, reason: str) ->
         one.steps(data(8))
         made.append(one)
     assert made[0].said == [f"step: eager, since {reason}"]
-    assert made[0].captures == 0
+    assert made[0].graphs.captures == 0
     assert apart(made[0].model, made[1].model) < 1e-6
     assert made[0].losses == pytest.approx(made[1].losses, rel=1e-6)
     with pytest.raises(
@@ -275,7 +308,7 @@ def test_hooks_keep_it_eager_unless_it_is_asked_for() -> None:
     )
     for captured in (asked, computes):
         captured.steps(data(6))
-        assert captured.captures == 1
+        assert captured.graphs.captures == 1
 
 
 def test_too_many_shapes() -> None:
@@ -287,11 +320,12 @@ def test_too_many_shapes() -> None:
 
 
 def test_too_little_memory_for_a_graph() -> None:
-    def capture(function: Callable[[], None]) -> Callable[[], None]:
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    class HasNoMemory(FunctionGraphs):
+        def __call__(self, *_: Any) -> Graphs:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
     trained, plain = (
-        Trained(without_dropout(), torch.optim.SGD, MOMENTUM, captured=r, capture=capture)
+        Trained(without_dropout(), torch.optim.SGD, MOMENTUM, captured=r, graphs=HasNoMemory())
         for r in (True, False)
     )
     for one in (trained, plain):
@@ -304,9 +338,9 @@ def test_too_little_memory_for_a_graph() -> None:
         UserError,
         match="step='graph': the step cannot be captured, since the GPU's memory is too small",
     ):
-        Trained(without_dropout(), torch.optim.SGD, MOMENTUM, insist=True, capture=capture).steps(
-            data(8)
-        )
+        Trained(
+            without_dropout(), torch.optim.SGD, MOMENTUM, insist=True, graphs=HasNoMemory()
+        ).steps(data(8))
 
 
 @pytest.mark.parametrize(
@@ -324,7 +358,7 @@ def test_optimizers_that_cannot_be_captured(make: Any, reason: str) -> None:
     trained = Trained(network(), make, {})
     trained.steps(data(5))
     assert reason in trained.said[0]
-    assert trained.captures == 0
+    assert trained.graphs.captures == 0
     assert len(trained.losses) == 5
 
 
@@ -376,7 +410,7 @@ def test_an_output_that_nobody_reads_is_freed_before_the_backward_pass(outputs: 
     other = Trained(Watched(), torch.optim.SGD, MOMENTUM, captured=False)
     for trained in (one, other):
         trained.steps(data(8))
-    assert one.captures == 1
+    assert one.graphs.captures == 1
     assert one.model.there[2:] == [outputs == "read"] * 6  # the first two steps are eager
     assert one.losses == pytest.approx(other.losses, rel=1e-6)
     assert [output is None for output in one.outputs[2:]] == [outputs == "unread"] * 6
@@ -443,23 +477,22 @@ def test_short_epochs_are_captured(steps: int, monkeypatch: pytest.MonkeyPatch) 
     def sends(*_: Any, **__: Any) -> None:
         raise RuntimeError("a number is sent to the device while a step is captured")
 
-    def capture(function: Callable[[], None]) -> Callable[[], None]:
-        replayed = keep(function)
-
-        def replay() -> None:
+    class SendsNothing(FunctionGraphs):
+        def replayed(self, function: Callable[[], None]) -> None:
             with monkeypatch.context() as patch:
                 patch.setattr(torch, "tensor", sends)
-                replayed()
-
-        return replay
+                super().replayed(function)
 
     model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
     trained = Trained(
-        model, torch.optim.SGD, MOMENTUM, capture=capture, criterion=nn.MultiMarginLoss()
+        model,
+        torch.optim.SGD,
+        MOMENTUM,
+        graphs=SendsNothing(),
+        criterion=nn.MultiMarginLoss(),
     )
-    keep = trained.keep
     for _ in range(4):
         trained.take = trained.make()
         trained.steps(data(steps))
-    assert trained.captures == 1
+    assert trained.graphs.captures == 1
     assert trained.said == ["step: captured in a CUDA graph, and replayed from here on"]

@@ -15,57 +15,20 @@ from torch import nn
 
 import allhands
 from allhands import DDP, UserError, WorldError
-from allhands.runner import training
-from allhands.step import CapturedSteps
 from allhands.strategies.buckets import Buckets, _grouped
 from allhands.world import connections, group
+from tests.function_graphs import captured_on_processors
 from tests.reference import global_batches, relative_difference, train_by_hand
-from tests.strategies.test_ddp import check_counted_trainings, counted_trainings, slopes, train
+from tests.strategies.test_ddp import train
 from tests.worlds import in_world
 
-several = [pytest.mark.serial, pytest.mark.usefixtures("preloaded")]
 
-
-def with_capture(run: Callable[..., Any], *args: Any) -> Any:
-    """Run with steps captured as on a GPU, where a graph is the function itself."""
-
-    def steps(of: Any, shows: bool) -> CapturedSteps:
-        def capture(function: Callable[[], None]) -> Callable[[], None]:
-            def replay() -> None:
-                with made.optimizer.capturable():
-                    function()
-
-            return replay
-
-        made = CapturedSteps(
-            of.model,
-            of.criterion,
-            of.optimizer,
-            of.world.device,
-            "read",
-            True,
-            False,
-            print,
-            capture,
-        )
-        return made
-
-    training.captures_steps = lambda *_: True  # type: ignore[assignment]
-    training.captured_steps = steps  # type: ignore[assignment]
-    return run(*args)
-
-
-# rare on 2: 3 have what 2 have.
-@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.rare), 3])
-class TestOnWorkers:
-    pytestmark = several
-
-    def test_gradients_are_sums_over_samples(self, workers: int) -> None:
-        for found in in_world(workers, with_capture, slopes):
-            assert found == pytest.approx([3.0, 5.5, 1.0, 10.0])
-
-    def test_what_the_criterion_counts_is_what_is_averaged(self, workers: int) -> None:
-        check_counted_trainings(in_world(workers, with_capture, counted_trainings))
+def with_capture(run: Callable[..., Any], *args: Any) -> tuple[Any, int]:
+    """Run with steps captured as on a GPU, where a graph is the function itself; what it returns,
+    and how many steps were replayed."""
+    with captured_on_processors() as graphs:
+        result = run(*args)
+    return result, sum(one.replays for one in graphs)
 
 
 def tall() -> nn.Module:
@@ -113,7 +76,8 @@ def test_many_buckets_with_micro_batches_and_clipping() -> None:
         18,
         clip_norm=0.5,
     )
-    first, second = in_world(2, with_capture, small_buckets)
+    (first, replays), (second, _) = in_world(2, with_capture, small_buckets)
+    assert replays > 5
     assert relative_difference(first, model.state_dict()) < 1e-7
     assert all(torch.equal(first[name], second[name]) for name in first)
 
@@ -159,7 +123,9 @@ def one_is_eager() -> dict[str, torch.Tensor]:
 @pytest.mark.serial
 @pytest.mark.usefixtures("preloaded")
 def test_a_rank_whose_steps_cannot_be_recorded_keeps_the_weights_of_the_others() -> None:
-    first, second = in_world(2, with_capture, one_is_eager)
+    (first, replays), (second, none) = in_world(2, with_capture, one_is_eager)
+    assert replays > 20
+    assert not none
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 

@@ -4,9 +4,8 @@ graph is the function itself; what it would read by address must lie where it la
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import nullcontext
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -14,8 +13,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from allhands import LocalSGD, PerTarget, SupervisedRunner
-from allhands.loop import optimizer_group
-from allhands.step import captured
+from allhands.step import CapturedSteps
+from allhands.step.cuda_graphs import Graphs
+from tests.function_graphs import FunctionGraphs, captured_on_processors
 from tests.reference import relative_difference
 from tests.worlds import in_world
 
@@ -35,33 +35,26 @@ def data() -> TensorDataset:
     )
 
 
-def addresses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
+def addresses(steps: CapturedSteps) -> list[int]:
     states = [
         value
-        for state in optimizer.state.values()
+        for state in steps.optimizer.optimizer.state.values()
         for value in state.values()
         if isinstance(value, torch.Tensor)
     ]
-    return [tensor.data_ptr() for tensor in (*model.parameters(), *states)]
+    return [tensor.data_ptr() for tensor in (*steps.module.parameters(), *states)]
 
 
-class Graphs:
-    """Stands for CUDA graphs of the steps of a model."""
+class AtAddresses(FunctionGraphs):
+    """Looks where tensors of the steps lie."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.optimizer, self.replays = model, optimizer, 0
-        self.steps: list[captured.CapturedSteps] = []
+    def __call__(self, *given: Any) -> Graphs:
+        self.captured_at = addresses(self.steps)
+        return super().__call__(*given)
 
-    def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
-        captured_at = addresses(self.model, self.optimizer)
-
-        def replay() -> None:
-            assert addresses(self.model, self.optimizer) == captured_at
-            self.replays += 1
-            with self.steps[-1].optimizer.capturable():
-                function()
-
-        return replay
+    def replayed(self, function: Callable[[], None]) -> None:
+        assert addresses(self.steps) == self.captured_at
+        super().replayed(function)
 
 
 def trained(
@@ -69,18 +62,8 @@ def trained(
 ) -> tuple[dict[str, torch.Tensor], int]:
     """The weights, and how many steps were replayed."""
     model, optimizer = made()
-    graphs = Graphs(model, optimizer)
-
-    class Captured(captured.CapturedSteps):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, capture=graphs, **options)
-            graphs.steps.append(self)
-
-    with ExitStack() as stack:
-        if captures:
-            patch = mock.patch.object
-            stack.enter_context(patch(optimizer_group, "captures_steps", lambda *_: True))
-            stack.enter_context(patch(optimizer_group, "CapturedSteps", Captured))
+    capturing = captured_on_processors(AtAddresses) if captures else nullcontext([])
+    with capturing as graphs:
         SupervisedRunner().train(
             model=model,
             criterion=criterion,
@@ -90,7 +73,7 @@ def trained(
             clip_norm=0.5,
             distributed=strategy,
         )
-    return model.state_dict(), graphs.replays
+    return model.state_dict(), sum(one.replays for one in graphs)
 
 
 def both(strategy: Any, criterion: nn.Module) -> tuple[float, int]:

@@ -270,6 +270,7 @@ class BoundLoop(GroupedLoop, ABC):
         """Strategies are bound to other members, who have the same weights: steps follow."""
         for group in self.groups.values():
             group.begin(self.global_step)
+        self.look()
 
     def renew_steps(self) -> None:
         """Read this rank's share from here on, in the world as it is now."""

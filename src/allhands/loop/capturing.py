@@ -43,10 +43,10 @@ def _refusal(settings: LoopSettings, world: World, own_calls: str, scales: bool)
         return (
             f"the device is '{world.device.type}', and CUDA graphs are what steps are captured in"
         )
-    if in_elastic_job():
+    if in_elastic_job() and settings.strategy.replicas(world.world_size) is not None:
         return (
-            "--elastic lets the ranks tell one another in each step what they have measured, which "
-            "is not captured"
+            f"with --elastic one process may take the steps of several workers of "
+            f"'{settings.strategy.name}', one after another"
         )
     refused = settings.strategy.capture_refused(settings.model, world)
     if refused is not None:

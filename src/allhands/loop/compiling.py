@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from allhands.errors import UserError
+from allhands.loop.joining import in_elastic_job
 from allhands.step.blocks import blocks
 from allhands.step.compile_choice import CompileChoice
 from allhands.step.compiled import Compiled, compiler_missing
@@ -56,7 +57,9 @@ def compiling(
     """
     asked, world, captured = group.settings.step, group.world, group.captured
     refused = group.strategy.compile_refused(world.world_size) is not None
-    tries = asked == "auto" and not refused and captured is not None and left is not None
+    # In an elastic job a worker that joins knows nothing of what the others have tried.
+    tries = asked == "auto" and not (refused or in_elastic_job()) and captured is not None
+    tries = tries and left is not None
     if asked != "compile" and not tries:
         return nullcontext()
     kind = group.strategy.compiled(world.world_size)

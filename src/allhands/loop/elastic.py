@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from allhands.data.feed import InMemoryFeed
 from allhands.data.loaders import LoaderFeed
 from allhands.data.sources import Sequential, Shuffled
@@ -20,6 +18,7 @@ from allhands.loop.shared_measures import SharedMeasures
 from allhands.loop.standing import Standing
 from allhands.loop.state_transfer import StateTransfer
 from allhands.step.closure import takes_closure
+from allhands.world.abort import check_not_aborted
 from allhands.world.regroup import Regrouping
 
 if TYPE_CHECKING:
@@ -74,9 +73,7 @@ class Elastic(ElasticUnits):
         def checked(share: Any) -> None:
             take(share)
             if self.progress.updates:  # the ranks have told one another what they have updated
-                if self.world.device.type == "cuda":
-                    torch.cuda.synchronize(self.world.device)
-                self.regrouping.check()
+                check_not_aborted(self.world)
 
         self._until_done(
             lambda: checked(batch), lambda: checked(self.loop.same_batch()), self._step_taken
@@ -143,12 +140,6 @@ class Elastic(ElasticUnits):
                 f"strategy '{name}' keeps parts of one copy of the model on the workers, which are "
                 "lost with one; with a second copy the whole one goes on: "
                 "Mesh(dp={'replicate': 2, …}), and twice the workers"
-            )
-        if self.world.backend == "nccl":
-            return (
-                f"strategy '{name}' keeps parts of the model on the workers, and with nccl no "
-                "such training was seen to go on to its end; write --max-restarts without "
-                "--elastic, or device='cpu'"
             )
         if settings.step == "compile":
             return "what is compiled is lost with the parts of the model; write step='auto'"

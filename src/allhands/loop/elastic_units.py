@@ -90,8 +90,10 @@ class ElasticUnits(ABC):
             try:
                 self._within = True
                 result = do()
-            except (RuntimeError, WorldError) as error:
+            except Exception as error:
                 self._within = False
+                if not is_loss(error, self.regrouping):
+                    raise
                 if self._recover(error):
                     worker.take_up(self.regrouping.epoch, repeated=True)
                     return self.progress.result
@@ -178,8 +180,6 @@ class ElasticUnits(ABC):
             Whether another rank had done the unit, so that it is not to be done again.
         """
         began, units = time.monotonic(), self.progress.units
-        if error is not None and not is_loss(error, self.regrouping):
-            raise error
         refused = self.refused()
         while True:
             membership = self.regrouping.newest(_LONGEST_WAIT if error is not None else 0.0)
@@ -197,7 +197,7 @@ class ElasticUnits(ABC):
                 )
             try:
                 self._regroup(membership)
-            except (RuntimeError, WorldError) as again:
+            except Exception as again:
                 if not is_loss(again, self.regrouping):
                     raise
                 error = again
@@ -229,6 +229,7 @@ class ElasticUnits(ABC):
         self.regrouping.enter(membership)
         calls.restart()
         standing = meet(self.progress.units + self.progress.updates, loop.evaluated, self.world)
+        self.regrouping.check()
         self.bind(standing)
         loop.checkpoints.meet()
         self._bring(standing)
@@ -247,5 +248,13 @@ class ElasticUnits(ABC):
         """In a process that is taken in: put the training where the others are."""
         assert self._standing is not None
         self.regrouping.joined = False
-        self._bring(self._standing)
+        try:
+            self._bring(self._standing)
+        except Exception as error:
+            if not is_loss(error, self.regrouping):
+                raise
+            raise WorldError(
+                "another worker was lost while this one was given the state of the training; it "
+                "ends, and is started again where --max-restarts is given"
+            ) from error
         worker.take_up(self.regrouping.epoch)

@@ -81,7 +81,9 @@ def _drop_out(why: str) -> NoReturn:
 
 
 def is_loss(error: BaseException, regrouping: Regrouping) -> bool:
-    """Whether an error may be that some rank is gone."""
+    """Whether an error may be that some rank is gone, or come of what an aborted group gave."""
+    if regrouping.aborted and isinstance(error, Exception):
+        return True
     if not isinstance(error, (RuntimeError, WorldError)):
         return False
     causes: list[BaseException | None] = [error]

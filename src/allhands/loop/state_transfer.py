@@ -15,6 +15,7 @@ from allhands.loop.shared_measures import SharedMeasures
 from allhands.loop.standing import Progress, Standing
 from allhands.strategies.shards import Shards
 from allhands.world import World
+from allhands.world.abort import check_not_aborted
 
 if TYPE_CHECKING:
     from allhands.loop.bound_loop import BoundLoop
@@ -122,6 +123,7 @@ class StateTransfer:
             if group.strategy.parted:
                 joined = [rank for rank, units in enumerate(standing.units) if units < 0]
                 group.state.members.bring(self._shards.get(name, {}), joined)
+        check_not_aborted(world)
         self._shards.clear()
         self._has_parts = True
         if own != newest:
@@ -136,6 +138,7 @@ class StateTransfer:
                     group.state.collect()
                 elif weights:
                     group.replicas.own.settle()
+        check_not_aborted(world)
         self._measures.take_up()
         # The next steps are read and looked at as by a rank that begins with them.
         loop.renew_steps()
@@ -185,14 +188,16 @@ def broadcast_state(state: Mapping[str, Any] | None, source: int, world: World) 
 
     Raises:
         UserError: it holds an object that is neither.
+        WorldError: the group was aborted meanwhile.
     """
     tensors, rest = ({}, {}) if state is None else tree.split(state)
     file = io.BytesIO()
     forms = {path: [list(one.shape), one.dtype] for path, one in tensors.items()}
     torch.save({"rest": rest, "forms": forms}, file)
-    told = torch.load(
-        io.BytesIO(broadcast_bytes(file.getvalue(), world, source)), weights_only=True
-    )
+    sent = broadcast_bytes(file.getvalue(), world, source)
+    check_not_aborted(world)
+    told = torch.load(io.BytesIO(sent), weights_only=True)
     given = None if state is None else list(tensors.values())
     found = broadcast_new(given, list(told["forms"].values()), world, source)
+    check_not_aborted(world)
     return tree.join(told["rest"], dict(zip(told["forms"], found, strict=True)))

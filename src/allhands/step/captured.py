@@ -21,18 +21,17 @@ from allhands.errors import UserError
 from allhands.step.capturable import Capturable
 from allhands.step.compile_check import local_part, losses_and_gradients
 from allhands.step.compile_choice import CompileChoice
+from allhands.step.cuda_graphs import Capture, CudaGraphs
 from allhands.step.exchange import Count
 from allhands.step.guards import HostState, hooked, waits_noted, where_raised
 from allhands.step.optimizer_step import Observer, OptimizerStep
+from allhands.world.abort import aborted_error, aborted_group, reset_at_abort
 
 STEPS = ("auto", "eager", "compile", "graph")
 # steps of a shape before the one that is looked at: libraries set themselves up in the first ones
 _EAGER = 2
 # Shapes that are captured; more of them mean that nearly every step has a shape of its own.
 _GRAPHS = 8
-
-#: Records what a function asks a device to do, without doing it, and returns what replays it.
-Capture = Callable[[Callable[[], None]], Callable[[], None]]
 
 
 def cannot_capture(reason: str) -> UserError:
@@ -53,7 +52,8 @@ class CapturedSteps:
 
     With several workers the exchange is part of the graph. Each rank captures for itself: captured
     or eager, a step asks for the same collectives in the same order, and the optimizer's update
-    rounds alike, so that the ranks' weights stay equal.
+    rounds alike, so that the ranks' weights stay equal. Where something is done on the host before
+    the update (`OptimizerStep.before_update`), the step is captured in two parts.
 
     Args:
         module: the model.
@@ -87,7 +87,8 @@ class CapturedSteps:
         #: Whether the model is to be compiled meanwhile.
         self.choice: CompileChoice | None = None
         self._waits: str | None = None  # the reason, where compiled steps may not have it
-        self._capture = capture or _CudaGraphs(device)
+        self._capture = capture or CudaGraphs(device)
+        self._is_aborted = aborted_group()
         self._captured: dict[Any, _CapturedStep] = {}
         self._eager: dict[Any, int] = {}
         self._taken: dict[
@@ -105,8 +106,8 @@ class CapturedSteps:
             self.optimizer.begin()
 
     def finish(self) -> None:
-        """The training has ended: the optimizer is as the user made it."""
-        self._captured.clear()
+        """The training has ended, or its group is left: the optimizer is as the user made it."""
+        self._release()
         self.optimizer.finish()
 
     def look(self) -> None:
@@ -219,14 +220,28 @@ class CapturedSteps:
         and is taken once only, since other ranks take it too."""
         host = HostState(self.module, self.criterion)
         observed: list[tuple[Any, ...]] = []
-        observe, take.observe = take.observe, _notes_in(observed, self.outputs)
+        observe, before_update = take.observe, take.before_update
+
+        def tell() -> None:
+            for values in observed:
+                observe(*values)
+            observed.clear()
+
+        def between_parts() -> None:
+            assert before_update is not None
+            known = len(waits)
+            tell()
+            before_update()
+            del waits[known:]
+
+        take.observe = _notes_in(observed, self.outputs)
+        take.before_update = None if before_update is None else between_parts
         try:
             with waits_noted(self.device) as waits:
                 take(*step)
         finally:
-            take.observe = observe
-        for values in observed:
-            observe(*values)
+            take.observe, take.before_update = observe, before_update
+        tell()
         if waits:
             self._give_up(f"it waits for the device at {waits[0]}", of_model=True)
         elif (changed := host.changed()) is not None:
@@ -245,15 +260,20 @@ class CapturedSteps:
                 take, leaves, tree, step, self._capture, self.device, self.outputs, self.shows
             )
         except RuntimeError as error:
+            if self._is_aborted is not None and self._is_aborted():
+                raise  # a worker is lost, and it is not the step's fault
             what = (
                 "the GPU's memory is too small for it"
                 if isinstance(error, torch.cuda.OutOfMemoryError)
                 else str(error)
             )
-            self._captured.clear()
             self._give_up(f"{what.splitlines()[0]}, at {where_raised(error)}")
             take(pytree.tree_unflatten(leaves, tree), *step)
             return None
+        if self._is_aborted is not None:
+            reset_at_abort(captured)
+            if self._is_aborted():
+                raise aborted_error()
         if not self._captured:
             self.say("step: captured in a CUDA graph, and replayed from here on")
         return captured
@@ -263,7 +283,7 @@ class CapturedSteps:
         if self.insist:
             raise cannot_capture(reason)
         self.reason = reason
-        self._captured.clear()
+        self._release()
         if self.choice is not None and self.choice.active:
             return  # it is taken back soon, and then says why
         if of_model:
@@ -278,8 +298,13 @@ class CapturedSteps:
             if self.reason is None:
                 self._give_up(refusal)
 
-    def _forget(self) -> None:
+    def _release(self) -> None:
+        for captured in self._captured.values():
+            captured.reset()
         self._captured.clear()
+
+    def _forget(self) -> None:
+        self._release()
         self._eager.clear()
         self._taken.clear()
         self._good.clear()
@@ -287,9 +312,7 @@ class CapturedSteps:
     def _capture_stream(self) -> Any:
         """Eager steps run on the stream on which steps are captured: autograd keeps to the one on
         which it has seen a weight."""
-        return (
-            self._capture.alongside() if isinstance(self._capture, _CudaGraphs) else nullcontext()
-        )
+        return self._capture.alongside() if isinstance(self._capture, CudaGraphs) else nullcontext()
 
 
 class _CapturedStep:
@@ -316,6 +339,8 @@ class _CapturedStep:
         shows: bool,
     ) -> None:
         self._own, self._keeps = take, outputs == "kept"
+        # Of who observes the replay.
+        self._observe, self._before_update = take.observe, take.before_update
         static = [
             torch.empty_like(leaf, device=device).copy_(leaf)
             if isinstance(leaf, torch.Tensor)
@@ -325,34 +350,61 @@ class _CapturedStep:
         self._inputs = [leaf for leaf in static if isinstance(leaf, torch.Tensor)]
         self._observed: list[tuple[Any, ...]] = []
         self._counted: Count = 0.0
+        self._gradients: list[tuple[nn.Parameter, torch.Tensor | None]] = []
+        self._in_parts = take.before_update is not None
         batches = pytree.tree_unflatten(static, tree)
 
-        def function() -> None:
+        def note_gradients() -> None:
+            self._gradients = [(p, p.grad) for p in take.parameters]
+
+        def function(cut: Callable[[], None]) -> None:
+            def end_part() -> None:
+                note_gradients()
+                cut()
+
             self._observed.clear()
-            observe, take.observe = take.observe, _notes_in(self._observed, outputs)
+            observe, before_update = take.observe, take.before_update
+            take.observe = _notes_in(self._observed, outputs)
+            take.before_update = end_part if self._in_parts else None
             try:
                 self._counted = take.compute(batches, *step)
             finally:
-                take.observe = observe
+                take.observe, take.before_update = observe, before_update
+            if shows:
+                note_gradients()
 
-        self._replay = capture(function)
-        self._gradients = [(p, p.grad) for p in take.parameters] if shows else []
+        self._graphs = capture(function, self._between_parts)
 
     def replay(self, take: OptimizerStep, leaves: list[Any]) -> None:
         """Take the captured step with other micro-batches of the same shapes; `take` is who
         observes it."""
         given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         torch._foreach_copy_(self._inputs, given, non_blocking=True)
-        self._replay()
+        self._observe, self._before_update = take.observe, take.before_update
+        self._graphs.replay()
+        if not self._in_parts:
+            self._tell()
+        if take.exchange.after_step is not None:
+            take.exchange.after_step(self._counted)
+
+    def reset(self) -> None:
+        """Let go of what was captured, whoever still holds this object."""
+        self._graphs.reset()
+
+    def _between_parts(self) -> None:
+        """The gradients are whole: do on the host what comes before the update."""
+        self._tell()
+        assert self._before_update is not None
+        self._before_update()
+
+    def _tell(self) -> None:
         for parameter, gradient in self._gradients:
             parameter.grad = gradient  # an eager step of another shape has left its own there
         for output, target, *measured in self._observed:
             if self._keeps:  # the next replay overwrites what this one gives
-                take.observe(_copy(output), _copy(target), *measured)
+                self._observe(_copy(output), _copy(target), *measured)
             else:
-                take.observe(output, target, *measured)
-        if take.exchange.after_step is not None:
-            take.exchange.after_step(self._counted)
+                self._observe(output, target, *measured)
 
 
 def _notes_in(observed: list[tuple[Any, ...]], outputs: str) -> Observer:
@@ -387,40 +439,3 @@ def _form_of(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.shape, leaf.dtype, leaf.stride()
     return leaf if isinstance(leaf, (int, float, str, bool, bytes, type(None))) else id(leaf)
-
-
-class _CudaGraphs:
-    """Records in CUDA graphs that share one pool of memory, on a stream of their own."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
-        graph = torch.cuda.CUDAGraph()
-        # Only this thread's calls are looked at: that of nccl, which watches earlier exchanges, may
-        # go on asking for their state.
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        ):
-            function()
-        return graph.replay
-
-    def alongside(self) -> Any:
-        """A context in which this stream is the current one, in order with the one before."""
-        return _Alongside(self._stream, torch.cuda.current_stream(self._device))
-
-
-class _Alongside:
-    def __init__(self, stream: torch.cuda.Stream, before: torch.cuda.Stream) -> None:
-        self._stream, self._before = stream, before
-        self._on = torch.cuda.stream(stream)
-
-    def __enter__(self) -> None:
-        self._stream.wait_stream(self._before)
-        self._on.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._on.__exit__(*error)
-        self._before.wait_stream(self._stream)

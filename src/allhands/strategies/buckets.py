@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import nn
 
 from allhands.comm.flat_layout import FlatLayout
-from allhands.errors import UserError, WorldError
+from allhands.errors import UserError
 from allhands.world import World
-from allhands.world.subgroups import aborted_group
+from allhands.world.abort import aborted_error, aborted_group
 
 CAP_MB = 25.0
 _FIRST_MB = 1.0  # the first bucket is small, so that the exchange begins early
@@ -114,7 +114,7 @@ class Buckets:
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         if self._is_aborted is not None and self._is_aborted():
-            raise WorldError("the process group was aborted, as a worker is lost")
+            raise aborted_error()
         if not self._exchanging:
             return
         bucket = self._of[id(parameter)]

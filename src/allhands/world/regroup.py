@@ -19,6 +19,7 @@ from typing import Any
 from allhands.compat import abort_groups, forget_groups, set_group_timeout
 from allhands.errors import WorldError
 from allhands.world import connections, group, interface
+from allhands.world.abort import aborted_error, reset_captured
 from allhands.world.connections import CONNECT_S, ELASTIC
 from allhands.world.group import JOINS, World
 from allhands.world.layout import Layout
@@ -157,7 +158,7 @@ class Regrouping:
         """Raise `WorldError` where the group was aborted: on a GPU, operations then end without a
         word, and what they give is not to be used."""
         if self.aborted:
-            raise WorldError("the process group was aborted, as a worker is lost")
+            raise aborted_error()
 
     def enter(self, membership: Membership) -> World:
         """Leave the group without the help of the others, and make that of a membership.
@@ -214,7 +215,11 @@ class Regrouping:
             limit = self._limit()
             connections.end_all()
             if self._is_nccl:
+                # nccl waits for graphs with its exchanges to be gone, and these for nccl's abort.
+                resets = threading.Thread(target=reset_captured, daemon=True)
+                resets.start()
                 abort_groups()
+                resets.join()
             limit.cancel()
 
     def _limit(self) -> threading.Timer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -51,12 +51,6 @@ def make_subgroup(
     if seconds is not None and connect != seconds:
         set_group_timeout(seconds, made)
     return made
-
-
-def aborted_group() -> Callable[[], bool] | None:
-    """In an elastic job: what tells whether the world's group was aborted, as a worker is lost."""
-    state = group.state()
-    return state.is_aborted if state is not None and is_elastic() else None
 
 
 def _seconds_of_world() -> float:
