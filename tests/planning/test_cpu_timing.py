@@ -69,6 +69,25 @@ def test_operations_are_corrected_by_what_steps_took() -> None:
     assert found.total == pytest.approx(2.5 + 1.25)
 
 
+def test_a_collective_waits_for_the_last_rank() -> None:
+    spread = StepCorrection(spread=0.5)
+    times = OperationTimes(CARDS["cpu"], TIMES.known, None, spread)
+    ops = [("backward", ONE)] * 4
+
+    def total(*events: tuple[str, Any]) -> float:
+        return cpu_step_time(step(*events), times, LINKS, PLACES).total
+
+    # The standard deviation of four seconds is twice that of one.
+    late = spread.later(4.0, 2)
+    assert late == pytest.approx(2 * 0.5 * 0.589, rel=1e-2)
+    assert total(*ops, ("backward", all_reduce(5, False))) == pytest.approx(4 + late + 5)
+    assert total(*ops, ("backward", all_reduce(5, True))) == pytest.approx(4 + late + 5)
+    # Ranks that have just waited for one another are not apart.
+    assert total(*ops, *[("backward", all_reduce(5, False))] * 2) == pytest.approx(4 + late + 10)
+    assert spread.later(4.0, 1) == 0.0
+    assert spread.later(4.0, 64) > 3 * late
+
+
 def message(kind: str, peer: int, payload: int = 2) -> tuple[str, Any]:
     return "forward", Collective(kind, payload, 2, "", peer)
 
@@ -92,6 +111,17 @@ def test_stages_wait_for_one_another() -> None:
 def test_messages_in_both_directions_do_not_hold_one_another_up() -> None:
     both = [[message("send", 1), message("recv", 1)], [message("send", 0), message("recv", 0)]]
     assert simulated(*both).total == pytest.approx(2)
+
+
+def test_the_word_that_a_rank_is_ready_comes_behind_what_it_sends() -> None:
+    op = ("forward", ONE)
+    # The first stage is ready; the second one sends, and then says that it is ready to receive.
+    first = [message("send", 1), message("recv", 1)]
+    second = [op, message("send", 0), message("recv", 0)]
+    assert simulated(first, second).total == pytest.approx(1 + 2 + 2)
+    # It says so first.
+    second = [op, message("recv", 0), message("send", 0)]
+    assert simulated(first, second).total == pytest.approx(1 + 2)
 
 
 def test_a_message_begins_when_both_are_ready() -> None:

@@ -1,5 +1,5 @@
 """How long collectives of several sizes take, and how much of a processor's time: what
-`allhands plan --profile` fits its links to."""
+`allhands plan --profile` knows its links by."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from allhands.world import World
 
-SIZES = (4 << 10, 64 << 10, 512 << 10, 4 << 20)  # bytes
+SIZES = tuple(1 << power for power in range(12, 23, 2))  # bytes: 4 KiB to 4 MiB
 # Each is repeated for about so many seconds, and so often at least and at most.
 _EACH_S = 0.3
 _LEAST, _MOST = 3, 40
@@ -24,8 +24,11 @@ _LONGEST_S = 1.5
 
 def collective_times(world: World) -> dict[str, list[dict[str, float]]]:
     """By the kind of a collective, for each size: `bytes` as `allhands.comm.traffic.Collective`
-    has them, `seconds` of one, the median on the slowest rank, and `cpu`, the processor's seconds
-    of this process meanwhile. All ranks call it together."""
+    has them, `seconds` of one, the mean on the slowest rank, and `cpu`, the processor's seconds
+    of this process meanwhile. All ranks call it together.
+
+    A step has many, whose sum goes by the mean: on processors that also compute, some take many
+    times the median."""
     found = {}
     for kind, make in _KINDS.items():
         rows: list[dict[str, float]] = []
@@ -47,7 +50,7 @@ def _timed(call: Callable[[], None], world: World) -> dict[str, float]:
             torch.cuda.synchronize(world.device)
         return time.perf_counter() - began
 
-    # As in a step, other data pass through the caches in between, and ranks are not there at once.
+    # As in a step, other data pass through the caches in between.
     other = torch.zeros(_BETWEEN, device=world.device)
     once()  # makes connections
     slowest = _most([once()], world)[0]
@@ -56,10 +59,11 @@ def _timed(call: Callable[[], None], world: World) -> dict[str, float]:
     seconds, busy = [], 0.0
     for _ in range(count):
         other.add_(1.0)
+        dist.barrier()  # who comes late is no matter of the link
         before = time.process_time()
         seconds.append(once())
         busy += time.process_time() - before
-    return {"seconds": statistics.median(_most(seconds, world)), "cpu": busy / count}
+    return {"seconds": statistics.fmean(_most(seconds, world)), "cpu": busy / count}
 
 
 def _most(values: list[float], world: World) -> list[float]:

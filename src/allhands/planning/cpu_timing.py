@@ -26,9 +26,10 @@ def cpu_step_time(
 
     A collective that PyTorch is asked to wait for holds up the thread. One that it is not asked to
     wait for goes on beside the computing, after those before it, and is waited for before the
-    update; meanwhile the processor's time that it takes is missing to the computing.
+    update; meanwhile the processor's time that it takes is missing to the computing. A collective
+    begins when the last rank is there: ranks do not take equally long for what they compute.
     """
-    now = free = compute = 0.0
+    now = free = compute = apart = 0.0  # `apart`: computed since ranks have waited for one another
     for phase, event in step.events:
         if isinstance(event, Operation):
             if phase == UPDATE:
@@ -36,32 +37,66 @@ def cpu_step_time(
             seconds = times.in_step(phase, event)
             now += seconds
             compute += seconds
+            apart += seconds
             continue
         seconds = seconds_of(event, links, places)
+        last = now + times.correction.later(apart, event.size)
         if event.asynchronous and phase != UPDATE:
-            free = max(free, now) + seconds
+            free = max(free, last) + seconds
             now += links.cpu(*arguments_of(event, places))
         else:
-            now = free = max(now, free) + seconds
+            now = free = max(last, free) + seconds
+            apart = 0.0
     total = max(now, free)
     return StepTime(compute, total - compute)
 
 
 @dataclass
 class _Message:
-    """When its two ranks are ready for it, and when it has come; None before that is known."""
+    """When its two ranks are ready for it, and when it has come; None before that is known.
+
+    Attributes:
+        sent: the sender has it.
+        asked: the receiver's word that it is ready has come to the sender.
+        end: all of it has come.
+    """
 
     sent: float | None = None
-    awaited: float | None = None
+    asked: float | None = None
     end: float | None = None
+
+    def end_before(self, now: float) -> float:
+        """When a word that its sender sends can come at the earliest: behind it where it is on its
+        way."""
+        if self.sent is None or self.asked is None or self.end is None:
+            return now
+        return self.end if self.sent <= now and self.asked < now else now
+
+
+@dataclass
+class _StageWait:
+    """A rank goes on at a time, or later, when messages have come."""
+
+    now: float
+    messages: Sequence[_Message] = ()
+
+    @property
+    def ready(self) -> bool:
+        return all(one.end is not None for one in self.messages)
+
+    @property
+    def until(self) -> float:
+        return max([self.now, *(one.end or 0.0 for one in self.messages)])
 
 
 class PipelineSimulation:
     """The steps of all ranks of a pipeline side by side.
 
-    A message begins when both ranks are ready for it and the link is free in its direction. What is
-    received is waited for at once, together with what is sent along with it; what is sent alone is
-    waited for before the next message. So do PyTorch's schedules.
+    A message goes as gloo sends it: once the sender has the receiver's word that it is ready, and
+    the link is free in its direction. That word takes the same connection as what the receiver
+    sends, and comes behind messages that it has begun to send. What is received is waited for at
+    once, together with what is sent along with it; what is sent alone is waited for before the next
+    message. So do PyTorch's schedules.
 
     Args:
         steps: of each rank, in order.
@@ -87,25 +122,27 @@ class PipelineSimulation:
         """The time of the rank that ends last; None where ranks wait for messages that no other
         sends."""
         ranks = [self._rank(number, step) for number, step in enumerate(self._steps)]
-        waits: dict[int, list[_Message]] = {number: [] for number in range(len(ranks))}
+        waits = {number: _StageWait(0.0) for number in range(len(ranks))}
         while waits:
-            ready = [n for n, messages in waits.items() if all(m.end is not None for m in messages)]
+            ready = [number for number, wait in waits.items() if wait.ready]
             if not ready:
                 return None
-            for number in ready:
-                wanted = next(ranks[number], None)
-                if wanted is None:
-                    del waits[number]
-                else:
-                    waits[number] = wanted
+            # The earliest first, so that messages are posted in the order of time.
+            number = min(ready, key=lambda one: waits[one].until)
+            wanted = next(ranks[number], None)
+            if wanted is None:
+                del waits[number]
+            else:
+                waits[number] = wanted
         return max(self._ended.values(), key=lambda time: time.total)
 
-    def _rank(self, number: int, step: DryStep) -> Iterator[list[_Message]]:
+    def _rank(self, number: int, step: DryStep) -> Iterator[_StageWait]:
         """Take a rank's step; yields what it waits for before it goes on."""
         now = compute = messaging = 0.0
         left: list[_Message] = []
         for messages, events in itertools.groupby(step.events, key=lambda one: is_message(one[1])):
             if messages:
+                yield _StageWait(now)
                 batch = [
                     (event, self._post(number, event, now))
                     for _, event in events
@@ -114,8 +151,9 @@ class PipelineSimulation:
                 receives = any(event.kind == "recv" for event, _ in batch)
                 wanted = [*left, *(message for _, message in batch)] if receives else left
                 left = [] if receives else [message for _, message in batch]
-                yield wanted
-                now = max([now, *(message.end or 0.0 for message in wanted)])
+                wait = _StageWait(now, wanted)
+                yield wait
+                now = wait.until
                 messaging += sum(self._seconds(number, event) for event, _ in batch)
                 continue
             for phase, event in events:
@@ -126,8 +164,9 @@ class PipelineSimulation:
                     seconds = self._seconds(number, event)
                     messaging += seconds
                 now += seconds
-        yield left
-        now = max([now, *(message.end or 0.0 for message in left)])
+        wait = _StageWait(now, left)
+        yield wait
+        now = wait.until
         waiting = min(messaging, now - compute)
         self._ended[number] = StepTime(compute, waiting, now - compute - waiting)
 
@@ -144,11 +183,15 @@ class PipelineSimulation:
         if sends:
             message.sent = now
         else:
-            message.awaited = now
-        if message.sent is not None and message.awaited is not None:
-            begins = max(message.sent, message.awaited, self._free.get(way, 0.0))
-            message.end = self._free[way] = begins + self._seconds(number, event)
+            message.asked = self._asked(way[::-1], now)
+        if message.sent is not None and message.asked is not None:
+            begin = max(message.sent, message.asked, self._free.get(way, 0.0))
+            message.end = self._free[way] = begin + self._seconds(number, event)
         return message
+
+    def _asked(self, way: tuple[int, int], now: float) -> float:
+        """When a word that is sent from now on has come."""
+        return max([now, *(one.end_before(now) for one in self._messages.get(way, ()))])
 
     def _seconds(self, number: int, event: Collective) -> float:
         return seconds_of(event, self._links, self._places[number])

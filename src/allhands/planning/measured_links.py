@@ -1,10 +1,11 @@
-"""Links as `allhands doctor --profile` has measured them: for each kind of collective a latency and
-a bandwidth that are fitted to its times."""
+"""Links as `allhands doctor --profile` has measured them: for each kind of collective its times by
+the bytes that are sent."""
 
 from __future__ import annotations
 
+import bisect
 import json
-import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,60 +17,74 @@ from allhands.planning.machines import rounds_of
 
 
 @dataclass(frozen=True)
-class LinkFit:
-    """What a collective of one kind takes: ``latency * rounds + per_byte * sent`` seconds.
+class LinkCurve:
+    """Seconds of a collective of one kind by the bytes that a rank sends: a latency for each round
+    of a tree, and on top straight lines between the sizes that were measured.
+
+    No line over all sizes comes near: a burst goes at once where a link's rate is shaped, large
+    transfers hold up what goes the other way, and gloo cuts them into parts.
 
     Attributes:
-        latency, per_byte: of the collective.
-        cpu_latency, cpu_per_byte: likewise of the processor's time in the process.
-        error: of the measured times, the largest relative distance from the fit.
+        latency: of one round.
+        points: bytes, from 0 on, and seconds beyond the latency; neither falls.
     """
 
     latency: float
-    per_byte: float
-    cpu_latency: float
-    cpu_per_byte: float
-    error: float
+    points: Sequence[tuple[float, float]]
+
+    def __call__(self, sent: float, rounds: int) -> float:
+        place = bisect.bisect_left(self.points, (sent, 0.0))
+        # Beyond the largest size the last line goes on.
+        place = min(max(place, 1), len(self.points) - 1)
+        (low, before), (high, after) = self.points[place - 1 : place + 1]
+        seconds = before + (after - before) * (sent - low) / (high - low)
+        return self.latency * rounds + seconds
+
+
+@dataclass(frozen=True)
+class LinkTimes:
+    """What a collective of one kind takes.
+
+    Attributes:
+        seconds: of the collective.
+        cpu: of them, those of the processor in the process.
+    """
+
+    seconds: LinkCurve
+    cpu: LinkCurve
 
 
 @dataclass(frozen=True)
 class MeasuredLinks:
-    """Fits by the kind of a collective, within a host and between hosts; see
+    """Times by the kind of a collective, within a host and between hosts; see
     `allhands.planning.machines.Links`, in whose place they are. One of the two may be empty, for
     which the other stands in then."""
 
-    inside: Mapping[str, LinkFit]
-    between: Mapping[str, LinkFit]
-
-    @property
-    def error(self) -> float:
-        """The largest of the fits."""
-        return max(fit.error for fits in (self.inside, self.between) for fit in fits.values())
+    inside: Mapping[str, LinkTimes]
+    between: Mapping[str, LinkTimes]
 
     def seconds(self, sent: float, kind: str, size: int, hosts: int) -> float:
-        fit = self._fit(kind, hosts)
-        return fit.latency * rounds_of(kind, size) + fit.per_byte * sent
+        return self._times(kind, hosts).seconds(sent, rounds_of(kind, size))
 
     def cpu(self, sent: float, kind: str, size: int, hosts: int) -> float:
         """The processor's seconds of the same."""
-        fit = self._fit(kind, hosts)
-        return fit.cpu_latency * rounds_of(kind, size) + fit.cpu_per_byte * sent
+        return self._times(kind, hosts).cpu(sent, rounds_of(kind, size))
 
-    def _fit(self, kind: str, hosts: int) -> LinkFit:
-        fits = (self.between or self.inside) if hosts > 1 else (self.inside or self.between)
+    def _times(self, kind: str, hosts: int) -> LinkTimes:
+        times = (self.between or self.inside) if hosts > 1 else (self.inside or self.between)
         # What is not measured is as slow as a message.
-        return fits.get(kind) or fits["send"]
+        return times.get(kind) or times["send"]
 
 
 def read_links(path: Path) -> MeasuredLinks | None:
     """The links of a profile; None where it has none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8")).get("links", {})
-        fits = {place: _fits(one["kinds"], one["ranks"]) for place, one in found.items()}
-        links = MeasuredLinks(fits.get("inside", {}), fits.get("between", {}))
+        times = {place: _times(one["kinds"], one["ranks"]) for place, one in found.items()}
+        links = MeasuredLinks(times.get("inside", {}), times.get("between", {}))
         if not found:
             return None
-        if any(fits[place].keys() < {"send", "all_reduce"} for place in found):
+        if any(times[place].keys() < {"send", "all_reduce"} for place in found):
             raise KeyError("send")
     except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
         raise UserError(
@@ -79,36 +94,31 @@ def read_links(path: Path) -> MeasuredLinks | None:
     return links
 
 
-def _fits(kinds: Mapping[str, Sequence[Mapping[str, float]]], ranks: int) -> dict[str, LinkFit]:
-    return {kind: _fit(kind, rows, ranks) for kind, rows in kinds.items() if rows}
+def _times(kinds: Mapping[str, Sequence[Mapping[str, Any]]], ranks: int) -> dict[str, LinkTimes]:
+    return {
+        kind: LinkTimes(_curve(kind, rows, ranks, "seconds"), _curve(kind, rows, ranks, "cpu"))
+        for kind, rows in kinds.items()
+        if rows
+    }
 
 
-def _fit(kind: str, rows: Sequence[Mapping[str, Any]], ranks: int) -> LinkFit:
-    rounds = rounds_of(kind, ranks)
+def _curve(kind: str, rows: Sequence[Mapping[str, Any]], ranks: int, value: str) -> LinkCurve:
     sent = [Collective(kind, int(row["bytes"]), ranks).sent for row in rows]
-    seconds = [float(row["seconds"]) for row in rows]
-    latency, per_byte = _line(rounds, sent, seconds)
-    cpu = _line(rounds, sent, [max(float(row["cpu"]), 1e-9) for row in rows])
-    error = max(
-        abs(latency * rounds + per_byte * size - one) / one
-        for size, one in zip(sent, seconds, strict=True)
-    )
-    return LinkFit(latency, per_byte, *cpu, error)
+    seconds = _rising([float(row[value]) for row in rows])
+    # Down to nothing by the first line.
+    first = (sent[0], seconds[0])
+    (low, before), (high, after) = (first, (sent[1], seconds[1])) if sent[1:] else ((0, 0), first)
+    latency = max(0.0, before - low * (after - before) / (high - low))
+    points = [(0.0, 0.0), *((size, s - latency) for size, s in zip(sent, seconds, strict=True))]
+    return LinkCurve(latency / rounds_of(kind, ranks), points)
 
 
-def _line(rounds: int, sent: Sequence[float], values: Sequence[float]) -> tuple[float, float]:
-    """Latency and seconds a byte, neither below 0, that come closest to measured values, relative
-    to each of them."""
-    ones = [rounds / value for value in values]
-    sizes = [size / value for size, value in zip(sent, values, strict=True)]
-    aa, bb = math.fsum(x * x for x in ones), math.fsum(y * y for y in sizes)
-    ab = math.fsum(x * y for x, y in zip(ones, sizes, strict=True))
-    a, b = math.fsum(ones), math.fsum(sizes)
-    determinant = aa * bb - ab * ab
-    if determinant > 0:
-        latency, per_byte = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
-        if latency >= 0 and per_byte >= 0:
-            return latency, per_byte
-        if latency < 0:
-            return 0.0, b / bb
-    return a / aa, 0.0
+def _rising(values: Sequence[float]) -> list[float]:
+    """The values that never fall and come closest to measured ones: means of those that do."""
+    runs: list[list[float]] = []
+    for value in values:
+        run = [value]
+        while runs and statistics.fmean(runs[-1]) > statistics.fmean(run):
+            run = runs.pop() + run
+        runs.append(run)
+    return [statistics.fmean(run) for run in runs for _ in run]

@@ -118,7 +118,9 @@ def _made(value: Any, device: torch.device, bound: int) -> Any:
     ]
     tensor = torch.empty_strided(shape, value.stride, dtype=value.dtype, device=device)
     if value.dtype.is_floating_point:
-        tensor.normal_()  # products of zeros take less power, and so less time
+        # Products of zeros take less power, and so less time; square roots of negative numbers
+        # take many times longer.
+        tensor.normal_().abs_()
     elif bound > 1:
         tensor.random_(bound)
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from allhands.planning.machines import CPU, Card, Links, bytes_of, card_named, l
 from allhands.planning.measured_links import MeasuredLinks
 from allhands.planning.operation_times import OperationTimes
 from allhands.planning.plan_text import text_of
+from allhands.planning.real_servers import exchange_seconds
 from allhands.planning.real_steps import correction_of, launch_of, own_seconds
 from allhands.planning.scaling import SIZES, ScalingPlan, scaling
 from allhands.planning.server_load import load_of, without_servers
@@ -41,6 +43,7 @@ from allhands.planning.timing import (
 from allhands.report.figures import require_matplotlib
 from allhands.step import STEPS
 from allhands.strategies.degrees import Degrees
+from allhands.world.allocator import keep_freed_memory
 
 # Memory that the process itself takes of a card beside PyTorch's tensors: the CUDA context with the
 # kernels of its libraries, as on an H200, and the buffers of NCCL for a group.
@@ -215,6 +218,7 @@ def plan(
     times = times or OperationTimes(chosen)
     if chosen.name == CPU:
         if times.device is not None:
+            keep_freed_memory(os.environ)  # as workers do
             times.correction = correction_of(workload, times)
         elif not times.known:
             raise UserError(
@@ -296,6 +300,10 @@ def _predict(
     if on_cpus and times.device is not None and degrees.tp * degrees.shard > 1 == degrees.pp:
         times.own[candidate.name] = own_seconds(workload, strategy, gpus, per_host, times.in_step)
     servers = load_of(strategy, fullest, workload)
+    if servers is not None and on_cpus and times.device is not None:
+        exchange = exchange_seconds(workload, strategy, gpus, local=gpus <= per_host)
+        times.own |= {} if exchange is None else {candidate.name: exchange}
+    own_code = times.own.get(candidate.name)
     found, late = [], []
     for kind in zip(*steps_of_ranks, strict=True):  # those of one kind, on each rank
         steps, share = list(kind), kind[0].share
@@ -306,12 +314,12 @@ def _predict(
         if servers is not None:
             steps[0] = without_servers(steps[0])
         seconds = (_cpu_time if on_cpus else _gpu_time)(steps, times, links, places, strategy)
-        if candidate.name in times.own:
-            own_code = times.own[candidate.name]
-            seconds = replace(seconds, compute=seconds.compute + own_code)
         if servers is not None:
-            waits = servers.waiting(kind[0], seconds.total, links)
+            waits = servers.waiting(kind[0], seconds.total, links, per_host, own_code)
+            waits += 0.0 if servers.alone else times.correction.later(seconds.compute, gpus)
             seconds = replace(seconds, waiting=seconds.waiting + waits)
+        elif own_code is not None:
+            seconds = replace(seconds, compute=seconds.compute + own_code)
         found.append((share, seconds))
     sent, received = max(map(_traffic, steps_of_ranks))
     return Prediction(
@@ -408,5 +416,5 @@ def _assumptions(
         if by_peaks:
             by += f", and for others by the published peaks of {card.name}"
     if not isinstance(link, str):
-        link = f"as measured, to {100 * link.error:.0f} % by latency and bandwidth"
+        link = "as measured"
     return f"times by {by}; {per_host} GPUs a host, link {link}"

@@ -7,12 +7,20 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from allhands.data import map_tensors
-from allhands.planning.dry_step import Workload, bound, copies, dry_step, dry_steps, dry_world
+from allhands.planning.dry_step import (
+    DryStep,
+    Workload,
+    bound,
+    copies,
+    dry_step,
+    dry_steps,
+    dry_world,
+)
 from allhands.planning.operation import Operation
 from allhands.planning.step_correction import StepCorrection
 from allhands.planning.step_recorder import UPDATE
@@ -41,21 +49,23 @@ def correction_of(workload: Workload, seconds_of: Callable[[Operation], float]) 
     few = _part_of(workload, part)
     found = []
     for one in (workload, few):
-        passes, update = _real(one)
+        taken = _real(one)
         alone = {True: 0.0, False: 0.0}
         counts = {True: 0, False: 0}
         for phase, event in dry_step(one, Single(), 1).events:
             if isinstance(event, Operation):
                 alone[phase == UPDATE] += seconds_of(event)
                 counts[phase == UPDATE] += 1
-        found.append((passes, update, alone, counts))
-    (passes, update, alone, counts), (passes_few, _, alone_few, _) = found
+        found.append((taken, alone, counts))
+    (taken, alone, counts), (taken_few, alone_few, _) = found
+    passes = taken.passes
     difference = alone[False] - alone_few[False]
-    factor = (passes - passes_few) / difference if difference > 0 else 1.0
+    factor = (passes - taken_few.passes) / difference if difference > 0 else 1.0
     overhead = (passes - factor * alone[False]) / max(1, counts[False])
     if overhead < 0 or factor <= 0:
         factor, overhead = passes / alone[False], 0.0
-    return StepCorrection(factor, overhead, max(0.0, update - alone[True]) / max(1, counts[True]))
+    beyond = max(0.0, taken.update - alone[True]) / max(1, counts[True])
+    return StepCorrection(factor, overhead, beyond, taken.spread)
 
 
 def launch_of(workload: Workload, device: torch.device) -> float | None:
@@ -67,11 +77,11 @@ def launch_of(workload: Workload, device: torch.device) -> float | None:
     """
     few = _part_of(workload, min(_FEW, workload.samples))
     try:
-        passes, update = _real(few, world=_world_of(device))
+        taken = _real(few, world=_world_of(device))
     except torch.OutOfMemoryError:
         return None
     count = sum(isinstance(event, Operation) for _, event in dry_step(few, Single(), 1).events)
-    return (passes + update) / max(1, count)
+    return (taken.passes + taken.update) / max(1, count)
 
 
 def own_seconds(
@@ -82,8 +92,11 @@ def own_seconds(
     in_step: Callable[[str, Operation], float],
 ) -> float:
     """Seconds that a strategy's own code takes in a step on a processor, beside its operations and
-    messages: hooks around layers, and what PyTorch does for parts of tensors. Real steps of one
-    rank are taken, whose messages go nowhere.
+    messages: hooks around layers, and what PyTorch does for parts of tensors.
+
+    Real steps of one rank are taken, whose messages go nowhere, and beside them steps of one
+    process, by which the two are compared: meanwhile the machine may be as busy as it was not when
+    operations were timed.
 
     Args:
         workload: what is trained.
@@ -94,11 +107,16 @@ def own_seconds(
     """
     (step,) = dry_steps(workload, strategy, workers, 0, per_host)
     with dry_world(strategy, workers, 0, per_host, workload.backend) as world:
-        taken = sum(_real(workload, strategy, world))
-    known = math.fsum(
-        in_step(phase, event) for phase, event in step.events if isinstance(event, Operation)
-    )
-    return max(0.0, taken - known)
+        taken = _real(workload, strategy, world)
+    alone = _real(workload)
+
+    def known(one: DryStep) -> float:
+        return math.fsum(
+            in_step(phase, event) for phase, event in one.events if isinstance(event, Operation)
+        )
+
+    slower = known(dry_step(workload, _ALONE, 1)) / (alone.passes + alone.update)
+    return max(0.0, slower * (taken.passes + taken.update) - known(step))
 
 
 def _part_of(workload: Workload, samples: int) -> Workload:
@@ -106,11 +124,22 @@ def _part_of(workload: Workload, samples: int) -> Workload:
     return replace(workload, batch=batch, samples=samples)
 
 
-def _real(
-    workload: Workload, strategy: Strategy = _ALONE, world: World | None = None
-) -> tuple[float, float]:
-    """Seconds of the passes and of the update of a step, the medians of a few; on a GPU those in
-    which they are asked for."""
+@dataclass(frozen=True)
+class RealStep:
+    """Seconds of a step's passes and of its update, the medians of a few; on a GPU those in which
+    they are asked for.
+
+    Attributes:
+        spread: see `StepCorrection`.
+    """
+
+    passes: float
+    update: float
+    spread: float
+
+
+def _real(workload: Workload, strategy: Strategy = _ALONE, world: World | None = None) -> RealStep:
+    """Take a few steps."""
     world = world or _world_of(_CPU)
     device = world.device
     model, optimizer = copies(workload, lambda tensor: _random(tensor, device))
@@ -133,7 +162,11 @@ def _real(
             take(batches, counts, sum(counts) * group.placement.shares, False)
         passes.append(marks[-1] - began)
         updates.append(time.perf_counter() - marks[-1])
-    return statistics.median(passes[_WARM:]), statistics.median(updates[_WARM:])
+    found = statistics.median(passes[_WARM:])
+    # Half of the width that two thirds of normal numbers have: a step that was disturbed is none.
+    low, *_, high = statistics.quantiles(passes[_WARM:], n=6)
+    spread = (high - low) / 2 / math.sqrt(found)
+    return RealStep(found, statistics.median(updates[_WARM:]), spread)
 
 
 def _world_of(device: torch.device) -> World:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from allhands.comm.traffic import SERVERS, Collective
 from allhands.kvstore.optimizers import ChunkOptimizer, spec_of_torch
-from allhands.kvstore.placement import chunk_limit
+from allhands.kvstore.placement import place
 from allhands.planning.dry_step import DryStep, Workload
 from allhands.planning.machines import CARDS, CPU, Links
 from allhands.planning.measured_links import MeasuredLinks
@@ -33,7 +34,7 @@ class ServerLoad:
             where all wait for the last.
         sent, received: bytes in a step of every worker.
         alone: workers do not wait for one another.
-        chunks: that it has.
+        pieces: of the model, in their order: the server, and bytes.
     """
 
     count: int
@@ -41,41 +42,80 @@ class ServerLoad:
     sent: int
     received: int
     alone: bool
-    chunks: float
+    pieces: Sequence[tuple[int, int]]
 
-    def waiting(self, step: DryStep, busy: float, links: Links | MeasuredLinks) -> float:
-        """Seconds of a step in which a worker waits for servers, each of which is on a host of its
-        own.
-
-        Chunks follow one another, so that new values come while gradients are on their way; both
-        directions of a link carry at once. A server's link carries what all workers send.
+    def waiting(
+        self,
+        step: DryStep,
+        busy: float,
+        links: Links | MeasuredLinks,
+        per_host: int,
+        exchange: float | None,
+    ) -> float:
+        """Seconds of a step in which a worker waits for servers, which are on the workers' hosts in
+        turn, as `allhands launch -s` puts them.
 
         Args:
             step: of one of the workers.
             busy: seconds in which it computes.
             links: between hosts.
+            per_host: workers of a host.
+            exchange: seconds of all workers' exchanges without a link; None is not measured.
         """
-
-        def carried(size: float) -> float:
-            return links.seconds(size, "send", 2, hosts=2)
-
-        own = [carried(sum(_by_server(step, way).values())) for way in ("send", "recv")]
-        of_server = [carried(self.received), carried(self.sent)]
-        # It reads and writes gradients, weights and the optimizer's state.
-        adding = (1 + _UPDATE / step.workers) * self.received / CARDS[CPU].bandwidth
+        hosts = math.ceil(step.workers / per_host)
+        ways = [sum(_by_server(step, kind).values()) for kind in ("send", "recv")]
+        held = sum(size for _, size in self.pieces)
+        if exchange is None:
+            # It reads and writes gradients, weights and the optimizer's state.
+            exchange = (step.workers + _UPDATE) * held / self.count / CARDS[CPU].bandwidth
+        if hosts == 1:  # through memory of both
+            return exchange
+        latency = links.seconds(0, "send", 2, hosts)
+        up, down = ((links.seconds(size, "send", 2, hosts) - latency) / held for size in ways)
+        away = step.workers - per_host
         if self.alone:
+            own = self._piped(up, down, 1, 1, exchange / step.workers)
             # A server that is busy all the time sets the pace.
-            return max(max(own) + min(own) / self.chunks, max(*of_server, adding) - busy)
-        up, down = (max(pair) for pair in zip(own, of_server, strict=True))
-        # The first values come once a server has all of a chunk.
-        return max(up, down, adding) + min(up, down) / self.chunks
+            fullest = max(_sums(self.pieces).values())
+            return 2 * latency + max(own, max(away * fullest * max(up, down), exchange) - busy)
+        mates = min(per_host, step.workers)
+        piped = self._piped(up, down, mates, away, exchange)
+        # What a host's workers send and what its servers send goes over the same link.
+        both = mates * held * (hosts - 1) / hosts * max(up, down)
+        of_servers = away * held / min(self.count, hosts) * max(up, down)
+        shared = both + of_servers if self.count > 1 else 0.0
+        return 2 * latency + max(piped, shared)
+
+    def _piped(self, up: float, down: float, mates: int, away: int, exchange: float) -> float:
+        """Seconds until the last new value has come to a worker: pieces follow one another to their
+        server, and new values back, once it has a piece of all workers.
+
+        Args:
+            up, down: seconds of a byte.
+            mates: workers that send over the same link.
+            away: workers that a server reaches over its link.
+            exchange: seconds of a server.
+        """
+        whole = _sums(self.pieces)
+        out = back = 0.0
+        came, made, gave = (dict.fromkeys(whole, 0.0) for _ in range(3))
+        for server, size in self.pieces:
+            came[server] = max(max(came[server], out) + away * size * up, out + mates * size * up)
+            out += mates * size * up
+            made[server] = max(made[server], came[server])
+            made[server] += exchange * size / whole[server]
+            gave[server] = max(gave[server], made[server]) + away * size * down
+            back = max(back + mates * size * down, gave[server])
+        return back
 
     @property
     def peak(self) -> int:
         return sum(self.memory.values())
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "peak": self.peak}
+        return {name: one for name, one in asdict(self).items() if name != "pieces"} | {
+            "peak": self.peak
+        }
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{name} {size / 1e6:,.4g}" for name, size in self.memory.items())
@@ -108,8 +148,26 @@ def load_of(strategy: Strategy, step: DryStep, workload: Workload) -> ServerLoad
     # Without waiting, a push is applied when it has come.
     memory["pushes"] = held if strategy.alone else step.workers * held
     sent, received = (step.workers * max(ways.values()) for ways in (gives, gets))
-    chunks = max(1.0, held / chunk_limit(weights, count))
-    return ServerLoad(count, memory, sent, received, strategy.alone, chunks)
+    return ServerLoad(count, memory, sent, received, strategy.alone, _pieces(workload, count))
+
+
+def _pieces(workload: Workload, servers: int) -> list[tuple[int, int]]:
+    """What workers push, one after another."""
+    trained = [(name, p) for name, p in workload.model.named_parameters() if p.requires_grad]
+    sizes = {name: (p.numel(), p.element_size()) for name, p in sorted(trained)}
+    return [
+        (one.server, (one.stop - one.start) * sizes[name][1])
+        for name, pieces in sorted(place(sizes, [0] * servers).items())
+        for one in pieces
+    ]
+
+
+def _sums(pieces: Sequence[tuple[int, int]]) -> dict[int, int]:
+    """Bytes by server."""
+    found: Counter[int] = Counter()
+    for server, size in pieces:
+        found[server] += size
+    return dict(found)
 
 
 def without_servers(step: DryStep) -> DryStep:
