@@ -72,6 +72,14 @@ class Slope(nn.Module):
         return self.w * x
 
 
+def drift(ours: nn.Module, theirs: nn.Module, start: nn.Module) -> float:
+    """How far apart two trained models are, in parts of the way that the second has gone from
+    `start`; over all weights at once."""
+    ends = ours.state_dict(), theirs.state_dict(), start.state_dict()
+    a, b, c = (torch.cat([t.double().cpu().flatten() for t in end.values()]) for end in ends)
+    return float((a - b).norm() / (b - c).norm())
+
+
 def mean_output(output: torch.Tensor, target: Any) -> torch.Tensor:
     """A criterion that is the mean of the output."""
     return output.mean()

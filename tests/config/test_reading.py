@@ -161,7 +161,10 @@ def test_an_unknown_key_of_a_section(write):
         ("optimizer.lr=abc", "optimizer.lr = 'abc': it must be a number"),
         ("optimizer.lr=.nan", "it must be a finite number"),
         ("optimizer.lr=-1", "it must be greater than 0"),
-        ("precision=fp23", "precision = 'fp23': it must be 'fp32', 'bf16', 'bf16-true' or 'fp16'"),
+        (
+            "precision=fp23",
+            "precision = 'fp23': it must be 'fp32', 'bf16', 'bf16-true', 'fp8' or 'fp16'",
+        ),
         ("check=yes", "check = 'yes': it must be true or false"),
         ("early_stopping.min_delta=0.1", "early_stopping.patience: this key must be given"),
         ("scheduler=3", "scheduler = 3: it must be a name, or keys and values"),

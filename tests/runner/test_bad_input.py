@@ -83,7 +83,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "clip": ({"clip_norm": -1.0}, "clip_norm=-1.0; it must be a positive number"),
     "precision": (
         {"precision": "float16"},
-        "precision='float16'; it must be one of 'fp32', 'bf16', 'bf16-true', 'fp16'",
+        "precision='float16'; it must be one of 'fp32', 'bf16', 'bf16-true', 'fp8', 'fp16'",
     ),
     "auto without logdir": (
         {"resume": "auto"},

@@ -259,9 +259,10 @@ class RunConfig(Section):
     clip_norm: Positive | None = Field(
         default=None, description="bound of the global gradient norm"
     )
-    precision: Literal["fp32", "bf16", "bf16-true", "fp16"] = Field(
+    precision: Literal["fp32", "bf16", "bf16-true", "fp8", "fp16"] = Field(
         default="fp32",
-        description="number format of the forward pass; bf16-true: of all that the model computes",
+        description="number format of the forward pass; bf16-true: of all that the model computes; "
+        "fp8: that, with products of linear layers in float8",
     )
     step: Literal["auto", "eager", "compile", "graph"] = Field(
         default="auto",

@@ -95,7 +95,7 @@ class BaseLoop(BoundLoop):
 
     def contexts(self) -> Iterator[AbstractContextManager[Any]]:
         for group in self.groups.values():
-            yield group.precision.of_calls(group.model)
+            yield group.precision.of_calls(group.model, self.reporter.line)
             yield recomputing(group)
             left = (lambda: self._left_of(self._length()[0])) if len(self.groups) == 1 else None
             yield compiling(group, self.losses, self.reporter.line, left)

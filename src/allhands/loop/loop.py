@@ -59,7 +59,7 @@ class Loop(OwnSteps):
         strategy: the name of a strategy or a `Strategy`; None is "ddp" with several workers.
         distributed: another word for `strategy`, that of `SupervisedRunner.train` and of messages.
         device: "cpu" or "cuda"; None takes a GPU where there is one.
-        precision: "fp32", "bf16" or "fp16".
+        precision: "fp32", "bf16", "bf16-true", "fp8" or "fp16"; see `SupervisedRunner.train`.
         clip_norm: bound of the global gradient norm of each optimizer.
         accumulate: micro-batches in one optimizer step.
         logdir: folder for checkpoints, ``metrics.csv`` and TensorBoard files.

@@ -88,7 +88,8 @@ def in_plan(settings: LoopSettings, task: Task, batch: Any) -> dict[str, Any]:
                 else one.detach().cpu()
             ),
         ),
-        "precision": settings.precision,
+        # In fp8 are only factors of products, while they are multiplied.
+        "precision": "bf16-true" if settings.precision == "fp8" else settings.precision,
         "accumulate": settings.accumulate,
         "clip_norm": settings.clip_norm,
         "runner": task.runner,

@@ -6,6 +6,8 @@ from allhands.errors import UserError
 from allhands.loop.compiling import check_compiled
 from allhands.loop.recomputing import check_recomputed
 from allhands.loop.settings import LoopSettings, check_meta
+from allhands.step.float8 import check_float8_installed
+from allhands.step.precision import CASTS_WEIGHTS
 from allhands.strategies.alike import check_parameter_hooks, own_memory
 from allhands.strategies.base import Strategy
 
@@ -30,20 +32,22 @@ def check_trainable(settings: LoopSettings, workers: int) -> None:
 def check_cast(strategy: Strategy, precision: str, recomputes: bool, workers: int) -> None:
     """Raise `UserError` where the weights of a model cannot be cast at each call, as `precision`
     asks; `recomputes`: layers are computed again."""
-    if precision != "bf16-true":
+    if precision not in CASTS_WEIGHTS:
         return
+    if precision == "fp8":
+        check_float8_installed()
     if strategy.takes_meta:
         instead = "FSDP(param_dtype='bf16')" if strategy.name == "fsdp" else "precision='bf16'"
         raise UserError(
-            f"precision='bf16-true' casts the weights of a whole model, and strategy "
+            f"precision={precision!r} casts the weights of a whole model, and strategy "
             f"'{strategy.name}' keeps them in parts; write {instead}"
         )
     if strategy.compile_refused(workers) is not None:
         raise UserError(
-            f"precision='bf16-true' is not for strategy '{strategy.name}'; write precision='bf16'"
+            f"precision={precision!r} is not for strategy '{strategy.name}'; write precision='bf16'"
         )
     if recomputes:
         raise UserError(
-            "precision='bf16-true' casts weights for one call, and activation_checkpointing "
+            f"precision={precision!r} casts weights for one call, and activation_checkpointing "
             "computes layers again after it; write precision='bf16'"
         )

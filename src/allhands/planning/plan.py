@@ -195,6 +195,11 @@ def plan(
     check_whole("per_host", per_host)
     check_whole("servers", servers, 0)
     check_choice("step", step, STEPS)
+    if precision == "fp8":
+        raise UserError(
+            "precision='fp8': a plan knows no times of its products; write precision='bf16-true', "
+            "which holds as much in memory"
+        )
     chosen, links = card_named(card), links_named(link) if isinstance(link, str) else link
     limit = chosen.memory if memory is None else bytes_of(memory)
     if runner is None:

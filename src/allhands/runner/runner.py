@@ -256,7 +256,9 @@ class Runner:
             clip_norm: bound of the global gradient norm.
             precision: "fp32", "bf16" or "fp16" (autocast; fp16 with loss scaling), or "bf16-true":
                 the model computes in bf16 throughout, with weights cast at each call; what the
-                optimizer updates stays as it is.
+                optimizer updates stays as it is. "fp8": as "bf16-true", and linear layers multiply
+                in float8, which rounds much more; on GPUs of compute capability 8.9 or more, with
+                ``allhands[fp8]``.
             check: only 3 epochs of 3 steps.
             overfit: only the first step of each loader, in every epoch.
             load_best_on_end: leave the best epoch's weights in the model.

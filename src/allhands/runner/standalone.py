@@ -40,13 +40,13 @@ def evaluate(
     criterion_there = (
         on_device(criterion, world.device) if isinstance(criterion, nn.Module) else nullcontext()
     )
-    with preserved_generators(), _placed(model, world) as placed, criterion_there:
+    number = Precision(precision, world.device)
+    with preserved_generators(), _placed(model, world, number) as placed, criterion_there:
         module, strategy, placement = placed
         if placement.level:
             check_over_batch(criterion, strategy, world.world_size)
         feeds = _feeds(data.sources(seed), world, seed, shipped, placement)
         forward = Forward(runner, module, world.device, criterion, reporter.line)
-        number = Precision(precision, world.device)
         counts, slices = placement.counts, placement.slices
         by_loader, values = metrics_by_loader(metrics, feeds), {}
         for name, feed in feeds.items():
@@ -76,12 +76,11 @@ def predict(
     sources = data.sources(seed)
     for source in sources.values():
         source.shuffle = False
-    with preserved_generators(), _placed(model, world) as (module, _, placement):
+    number = Precision(precision, world.device)
+    with preserved_generators(), _placed(model, world, number) as (module, _, placement):
         (feed,) = _feeds(sources, world, seed, shipped, placement).values()
         forward = Forward(runner, module, world.device)
-        return predict_feed(
-            feed, module, forward, Precision(precision, world.device), world, placement
-        )
+        return predict_feed(feed, module, forward, number, world, placement)
 
 
 def _feeds(sources: Any, world: World, seed: int, shipped: bool, placement: Placement) -> Any:
@@ -97,11 +96,14 @@ def _feeds(sources: Any, world: World, seed: int, shipped: bool, placement: Plac
 
 
 @contextmanager
-def _placed(model: nn.Module, world: World) -> Iterator[tuple[nn.Module, Strategy, Placement]]:
-    """The module to call, the strategy by which it lies on the ranks, and how it does."""
+def _placed(
+    model: nn.Module, world: World, precision: Precision
+) -> Iterator[tuple[nn.Module, Strategy, Placement]]:
+    """The module to call, the strategy by which it lies on the ranks, and how it does. That of a
+    training computes as the training has it."""
     module, training = in_training(model)
     if training is None:
-        with on_device(module, world.device):
+        with on_device(module, world.device), precision.of_calls(module):
             yield module, DDP(), Placement(module, world)
         return
     with training.loop.state.buffers_made_equal():

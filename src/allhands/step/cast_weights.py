@@ -69,7 +69,7 @@ class _CastForward:
         for name, buffer, version in before:
             if given[name] is not buffer or buffer._version != version:
                 raise UserError(
-                    f"precision='bf16-true': the model changes its buffer "
+                    f"precision='bf16-true' and 'fp8': the model changes its buffer "
                     f"'{name.removeprefix('model.')}' in its forward pass, and computes with a "
                     "copy of it; write precision='bf16'"
                 )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -11,15 +11,18 @@ from torch import nn
 from allhands.checks import check_choice
 from allhands.comm import all_reduce_sum
 from allhands.step.cast_weights import cast_weights
+from allhands.step.float8 import check_float8_device, float8_products
 from allhands.world import World
 
 PRECISIONS = {
     "fp32": None,
     "bf16": torch.bfloat16,
     "bf16-true": torch.bfloat16,
+    "fp8": torch.bfloat16,
     "fp16": torch.float16,
 }
-
+#: Those under which the model computes with weights that are cast at each call.
+CASTS_WEIGHTS = ("bf16-true", "fp8")
 
 _NOTHING = nullcontext()
 
@@ -29,15 +32,18 @@ class Precision:
 
     Args:
         name: "fp32", "bf16", "fp16", or "bf16-true", under which the model itself computes in
-            bf16 with weights that are cast (`cast_weights`), and the criterion under autocast.
+            bf16 with weights that are cast (`cast_weights`), and the criterion under autocast; or
+            "fp8", which is that with products of linear layers in float8 (`float8_products`).
         device: where the model is.
 
     Raises:
-        UserError: an unknown name.
+        UserError: an unknown name, or one that the device has no products for.
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
         check_choice("precision", name, PRECISIONS)
+        if name == "fp8":
+            check_float8_device(device)
         self.name = name
         self._dtype = PRECISIONS[name]
         self._device_type = device.type
@@ -53,12 +59,24 @@ class Precision:
         """The distance of 1 to the next larger number of the format."""
         return torch.finfo(self._dtype or torch.float32).eps
 
-    def of_calls(self, model: nn.Module) -> AbstractContextManager[None]:
+    def of_calls(
+        self, model: nn.Module, say: Callable[[str], None] | None = None
+    ) -> AbstractContextManager[None]:
         """A context in which calls of a model compute with weights that are cast, where the name
-        says so."""
-        if self.name != "bf16-true":
+        says so; `say` takes a line to print.
+
+        Raises:
+            UserError: on entering: "fp8" changes no layer of the model.
+        """
+        if self.name not in CASTS_WEIGHTS:
             return _NOTHING
-        return cast_weights(model, torch.bfloat16)
+        return self._casting(model, say)
+
+    @contextmanager
+    def _casting(self, model: nn.Module, say: Callable[[str], None] | None) -> Iterator[None]:
+        products = float8_products(model, say) if self.name == "fp8" else _NOTHING
+        with products, cast_weights(model, torch.bfloat16):
+            yield
 
     def autocast(self) -> AbstractContextManager[None]:
         """The context in which the model and the criterion are called."""
