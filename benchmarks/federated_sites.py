@@ -1,7 +1,7 @@
 """Rounds across sites over loopback: ours beside a minimal Flower app, many sites, and the server's
 memory.
 
-    python benchmarks/federated_sites.py [--parts rounds,loading,many,memory,rest] [--turns 2]
+    python benchmarks/federated_sites.py [--parts rounds,loading,fixed,many,memory,rest] [--turns 2]
         [--rounds 4] [--loading 2]
 
 - ``rounds``: 4 sites and ResNet-18 (11.2 million parameters, 45 MB in float32); each site takes one
@@ -10,6 +10,7 @@ memory.
 - ``loading``: the same with data that take `--loading` seconds to load: in Flower's app in the
   process of every message, which is where an app loads them; at our sites once. They sleep, so that
   loading takes no processor from anybody.
+- ``fixed``: 4 sites with a tiny model, 10 rounds: what a round takes beyond training and transfer.
 - ``many``: 10 sites with a tiny model, 3 rounds.
 - ``memory``: the most memory that the server's two processes have had (resident set) with 2 and
   with 8 sites of the 45 MB model.
@@ -482,6 +483,14 @@ def beside(args: argparse.Namespace, loading: float) -> dict[str, Any]:
     }
 
 
+def fixed(args: argparse.Namespace) -> dict[str, Any]:
+    """A round's time where training and transfer take next to none."""
+    result = ours(TINY, args.sites, 10, 0.0)
+    seconds = statistics.median(result["rounds"])
+    print(f"{args.sites} sites, 10 rounds: median {seconds:.2f} s; {shown(result)}", flush=True)
+    return {"sites": args.sites, "seconds": seconds, **result}
+
+
 def many(args: argparse.Namespace) -> dict[str, Any]:
     """10 sites with a tiny model."""
     result = ours(TINY, args.many, 3, 0.0)
@@ -530,7 +539,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parts", default="rounds,loading,many,memory,rest")
+    parser.add_argument("--parts", default="rounds,loading,fixed,many,memory,rest")
     parser.add_argument("--sites", type=int, default=4, help="of the parts rounds and loading")
     parser.add_argument("--rounds", type=int, default=4, help="of a turn; the first does not count")
     parser.add_argument("--turns", type=int, default=2)
@@ -558,6 +567,7 @@ def main() -> None:
     parts = {
         "rounds": lambda: beside(args, 0.0),
         "loading": lambda: beside(args, args.loading),
+        "fixed": lambda: fixed(args),
         "many": lambda: many(args),
         "memory": lambda: memory(args),
         "rest": lambda: rest(args),
