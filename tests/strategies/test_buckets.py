@@ -15,6 +15,7 @@ from torch import nn
 
 import allhands
 from allhands import DDP, UserError, WorldError
+from allhands.comm.host_sum import host_sum
 from allhands.strategies.buckets import Buckets, _grouped
 from allhands.world import connections, group
 from tests.function_graphs import captured_on_processors
@@ -244,3 +245,34 @@ def test_buckets_are_cut_where_they_are_full_and_have_one_dtype() -> None:
     assert [[id(p) for p in group] for group in found] == [
         [id(parameters[i]) for i in group] for group in ([4], [3, 1], [2], [0])
     ]
+
+
+def by_size(host: bool) -> tuple[list[int], list[bytes]]:
+    """How many all-reduces gloo was asked for in a backward pass, and the gradients."""
+    world = allhands.current_world()
+    assert world is not None
+    torch.manual_seed(world.rank)
+    model = nn.Sequential(nn.Linear(300, 100), nn.Linear(100, 30))
+    buckets = Buckets(
+        list(model.named_parameters()), world, cap_mb=0.01, small=host_sum(world) if host else None
+    )
+    asked, plain = [], dist.all_reduce
+
+    def counted(flat: torch.Tensor, **options: Any) -> Any:
+        asked.append(flat.nbytes)
+        return plain(flat, **options)
+
+    dist.all_reduce = counted  # type: ignore[assignment]
+    model(torch.randn(8, 300)).sum().backward()
+    buckets.finish()
+    return asked, [p.grad.numpy().tobytes() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.serial
+@pytest.mark.usefixtures("preloaded")
+def test_small_buckets_go_past_gloo_with_the_same_bits() -> None:
+    (asked, gradients), second = in_world(2, by_size, True)
+    (asked_all, by_gloo), _ = in_world(2, by_size, False)
+    assert second[1] == gradients == by_gloo
+    assert len(asked) < len(asked_all)
+    assert all(size > 1 << 16 for size in asked)

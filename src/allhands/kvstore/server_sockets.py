@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
@@ -66,12 +67,8 @@ def connect(
 
 def _open(where: Mapping[str, Any], transport: str, patience: float) -> socket.socket:
     if where["unix"] and transport != "tcp":
-        link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            link.connect("\0" + where["unix"])
-            return link
-        except OSError:  # another host or network namespace, or it is gone
-            link.close()
+        with contextlib.suppress(OSError):  # another host or network namespace, or it is gone
+            return wire.open_unix("\0" + where["unix"])
     if transport in ("unix", "shared"):
         raise OSError(f"{TRANSPORT}={transport}, but it is on another host; leave the variable out")
     link = socket.create_connection((where["address"], where["port"]), timeout=patience)

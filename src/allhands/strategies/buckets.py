@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from allhands.comm.flat_layout import FlatLayout
+from allhands.comm.host_sum import HostSum
 from allhands.errors import UserError
 from allhands.world import World
 from allhands.world.abort import aborted_error, aborted_group
@@ -41,6 +42,7 @@ class Buckets:
         cap_mb: size of a bucket in MB (2**20 bytes).
         add_up: adds a bucket up over the ranks in place, in order with the current stream; None: by
             one all-reduce.
+        small: adds up buckets that are small enough for it, in the place of an all-reduce.
     """
 
     def __init__(
@@ -49,10 +51,11 @@ class Buckets:
         world: World,
         cap_mb: float = CAP_MB,
         add_up: Callable[[Bucket], None] | None = None,
+        small: HostSum | None = None,
     ) -> None:
         parameters = [parameter for _, parameter in named]
         self._names = {id(parameter): name for name, parameter in named}
-        self._add_up = add_up
+        self._add_up, self._small = add_up, small
         self._stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
         self._buckets = [Bucket(group) for group in _grouped(parameters, cap_mb)]
         if self._buckets:
@@ -136,10 +139,12 @@ class Buckets:
         self._launched += 1
         bucket.collect()
         if self._stream is None:
-            if self._add_up is None:
-                self._works.append(dist.all_reduce(bucket.flat, async_op=True))
-            else:
+            if self._add_up is not None:
                 self._add_up(bucket)
+            elif self._small is not None and self._small.takes(bucket.flat):
+                self._small.add_up(bucket.flat)
+            else:
+                self._works.append(dist.all_reduce(bucket.flat, async_op=True))
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):

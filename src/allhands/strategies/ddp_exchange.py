@@ -13,6 +13,7 @@ from torch import nn
 
 from allhands.comm import broadcast_tensors, calls, sum_gradients
 from allhands.comm.codecs import cast_dtype
+from allhands.comm.host_sum import host_sum
 from allhands.errors import UserError
 from allhands.step.exchange import Exchange
 from allhands.strategies.alike import check_weights_equal
@@ -65,6 +66,7 @@ class DDPExchange(Exchange):
         self._seed, self._sharded = options.seed, sharded
         if sharded is not None:
             self.updated_elsewhere = sharded.elsewhere
+        self._small = host_sum(world)
         self._measures = cap == "measured"
         self._measure_on = options.try_on
         self._cap = None if isinstance(cap, str) else cap
@@ -110,7 +112,8 @@ class DDPExchange(Exchange):
             add_up = lambda bucket: sum_rounded(bucket.flat, rounded)  # noqa: E731
         sparse = _sparse_weights(model)
         dense = [(name, parameter) for name, parameter in trained if id(parameter) not in sparse]
-        return Buckets(dense, self._world, CAP_MB if cap_mb is None else cap_mb, add_up)
+        cap_mb = CAP_MB if cap_mb is None else cap_mb
+        return Buckets(dense, self._world, cap_mb, add_up, self._small)
 
     def _make_coded(
         self, trained: list[tuple[str, nn.Parameter]], start: int | None = None

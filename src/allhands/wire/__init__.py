@@ -15,6 +15,7 @@ from allhands.wire.framing import read_into as read_into
 from allhands.wire.framing import read_message as read_message
 from allhands.wire.links import join as join
 from allhands.wire.links import keep_alive as keep_alive
+from allhands.wire.links import open_unix as open_unix
 from allhands.wire.listeners import close_in_children as close_in_children
 from allhands.wire.listeners import free_port as free_port
 from allhands.wire.listeners import listen as listen

@@ -37,6 +37,21 @@ def at_once(link: socket.socket) -> None:
         link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
+def open_unix(name: str) -> socket.socket:
+    """A connection to a `listen_unix` of this name.
+
+    Raises:
+        OSError: there is none, or it is of another network namespace.
+    """
+    link = socket.socket(socket.AF_UNIX)
+    try:
+        link.connect(name)
+    except OSError:
+        link.close()
+        raise
+    return link
+
+
 def join(
     connect: Callable[[], socket.socket],
     token: bytes,

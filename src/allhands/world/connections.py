@@ -41,6 +41,13 @@ def noted() -> Iterator[None]:
             )
 
 
+def note(link: socket.socket) -> None:
+    """`end_all` ends this connection, too."""
+    if is_elastic():
+        status = os.fstat(link.fileno())
+        _noted.append((link.fileno(), (status.st_dev, status.st_ino)))
+
+
 def end_all() -> None:
     """End the connections that were noted: whoever waits for something on one gets an error, here
     and on the other side."""

@@ -34,7 +34,7 @@ def make_subgroup(
 
     connect = seconds
     if is_elastic():
-        connect, seconds = connections.CONNECT_S, seconds or _seconds_of_world()
+        connect, seconds = connections.CONNECT_S, seconds or seconds_of_world()
     with connections.noted():
         made = dist.new_group(
             None if ranks is None else list(ranks),
@@ -46,14 +46,15 @@ def make_subgroup(
         return made
     state = group.state()
     if state is not None and is_elastic() and dist.get_backend(made) == "nccl":
-        limit = _seconds_of_world()
+        limit = seconds_of_world()
         nccl_connections.connect(made, state.world.device, limit, state.is_aborted)
     if seconds is not None and connect != seconds:
         set_group_timeout(seconds, made)
     return made
 
 
-def _seconds_of_world() -> float:
+def seconds_of_world() -> float:
+    """For which a collective of the world waits."""
     state = group.state()
     told = None if state is None else state.request.timeout
     return told or DEFAULT_TIMEOUT.total_seconds()
