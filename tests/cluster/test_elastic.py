@@ -13,7 +13,7 @@ import pytest
 from tests.cluster.hosts import Hosts
 from tests.cluster.launching import Launch, allhands, shared_folder
 from tests.cluster.slurm import Slurm
-from tests.launch.test_elastic import SCRIPT, alone, assert_same, result
+from tests.launch.elastic_jobs import SCRIPT, alone, assert_same, result
 from tests.timeouts import patience
 
 pytestmark = pytest.mark.usefixtures("forked_python")

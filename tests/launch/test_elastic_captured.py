@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from .conftest import Job
-from .test_elastic import SCRIPT, SHARDED, alone, assert_same, result, until_one_joins
+from .elastic_jobs import SCRIPT, alone, assert_same, result, until_one_joins
+from .test_elastic_shards import SHARDED
 
 pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("forked_python")]
 

@@ -8,7 +8,7 @@ import pytest
 from tests.timeouts import patience
 
 from .conftest import Job, wait_until
-from .test_elastic import SCRIPT, alone, assert_same, result
+from .elastic_jobs import SCRIPT, alone, assert_same, result
 
 pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("forked_python")]
 

@@ -6,16 +6,13 @@ from __future__ import annotations
 import pytest
 
 from .conftest import Job
-from .test_elastic import (
+from .elastic_jobs import SCRIPT as OWN_STEPS
+from .elastic_jobs import Runner, alone, assert_same, result
+from .test_elastic_shards import (
     LOSSES_OF_PARTS,
-    Runner,
-    alone,
     assert_a_spare_gets_its_part,
     assert_no_part_is_lost,
-    assert_same,
-    result,
 )
-from .test_elastic import SCRIPT as OWN_STEPS
 
 pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("forked_python")]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from .conftest import Job
-from .test_elastic import SCRIPT, Runner, assert_same, result
+from .elastic_jobs import SCRIPT, Runner, assert_same, result
 
 pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("forked_python")]
 

@@ -14,12 +14,12 @@ import pytest
 from tests.timeouts import patience
 
 from .conftest import Job
-from .test_elastic import SCRIPT as OWN_STEPS
-from .test_elastic import alone, assert_same, result, until_one_joins
+from .elastic_jobs import SCRIPT as OWN_STEPS
+from .elastic_jobs import alone, assert_same, result, until_one_joins
 
 pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("forked_python")]
 
-# How workers are to be lost, as in `test_elastic`.
+# How workers are to be lost, as in `elastic_jobs`.
 SCRIPT = """
 import json, os, signal, sys, time
 import torch

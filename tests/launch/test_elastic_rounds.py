@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from .conftest import Job
-from .test_elastic import alone, result
+from .elastic_jobs import alone, result
 
 pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("forked_python")]
 

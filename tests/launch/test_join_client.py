@@ -15,7 +15,7 @@ from allhands.launch.join_client import address_of
 from tests.timeouts import patience
 
 from .conftest import Job, wait_until
-from .test_elastic import SCRIPT, alone, assert_same, result
+from .elastic_jobs import SCRIPT, alone, assert_same, result
 
 # Steps are slow until a third worker takes part.
 GROWS = SCRIPT.replace("epochs(3)", "epochs(40)").replace(

@@ -1,5 +1,5 @@
 """Parts of an optimizer's state, brought to other ranks; with real losses in
-tests/launch/test_elastic.py."""
+tests/launch/test_elastic_shards.py."""
 
 from __future__ import annotations
 
