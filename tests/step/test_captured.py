@@ -1,5 +1,6 @@
 """Captured optimizer steps: what is looked for before a step is captured, and that a replay is the
-step. On a processor a graph is the function itself; on a GPU (marked so) it is a CUDA graph."""
+step. On a processor a graph is the function itself; what is of CUDA graphs alone is in
+`test_captured_gpu`."""
 
 from __future__ import annotations
 
@@ -13,133 +14,17 @@ import torch
 from torch import nn
 
 from allhands import UserError
-from allhands.step import CapturedSteps, LossRule, OptimizerStep, Precision
 from allhands.step.cuda_graphs import Graphs
-from allhands.step.exchange import Exchange, Placement
-from allhands.world import World
 from tests.function_graphs import FunctionGraphs
-
-CPU = torch.device("cpu")
-MOMENTUM = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}
-OPTIMIZERS = [
-    (torch.optim.SGD, MOMENTUM),
-    (torch.optim.Adam, {"lr": 1e-3}),
-    (torch.optim.AdamW, {"lr": 1e-3}),
-]
-
-
-def world_on(device: torch.device) -> World:
-    return World(0, 0, 0, 1, 1, device, "none", "alone")
-
-
-def network() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(
-        nn.Linear(6, 16, bias=False),
-        nn.BatchNorm1d(16),
-        nn.ReLU(),
-        nn.Dropout(0.2),
-        nn.Linear(16, 3),
-    )
-
-
-class Trained:
-    """A model with an optimizer, and its steps captured or not."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        kind: Any,
-        options: dict[str, Any],
-        device: torch.device = CPU,
-        captured: bool = True,
-        insist: bool = False,
-        graphs: FunctionGraphs | None = None,
-        clip: float | None = 0.5,
-        criterion: nn.Module | None = None,
-        outputs: str = "kept",
-    ) -> None:
-        criterion = nn.CrossEntropyLoss() if criterion is None else criterion
-        self.model = model.to(device)
-        self.optimizer = kind(self.model.parameters(), **options)
-        self.losses: list[float] = []
-        self.outputs: list[torch.Tensor | None] = []
-        self.said: list[str] = []
-        world = world_on(device)
-        placement, exchange = Placement(self.model, world), Exchange()
-
-        def observe(
-            output: Any, target: Any, loss: torch.Tensor, factor: float, count: Any
-        ) -> None:
-            self.losses.append(float(loss.detach()) * factor)
-            self.outputs.append(None if output is None else output.detach())
-
-        self.make = lambda: OptimizerStep(
-            self.model.parameters(),
-            self.optimizer,
-            LossRule(criterion),
-            placement,
-            exchange,
-            world,
-            Precision("fp32", device),
-            lambda batch: (self.model(batch[0].to(device)), batch[1].to(device)),
-            observe,
-            lambda batch: batch[1].to(device),
-            clip,
-        )
-        self.captured = None
-        if captured:
-            self.graphs = graphs or FunctionGraphs()
-            self.captured = CapturedSteps(
-                self.model,
-                None,
-                self.optimizer,
-                device,
-                outputs,
-                device.type == "cuda",
-                insist,
-                self.said.append,
-                self.graphs if device.type == "cpu" else None,
-            )
-            self.graphs.steps = self.captured
-            self.captured.begin()
-        self.take = self.make()
-
-    def steps(self, batches: list[list[tuple[torch.Tensor, torch.Tensor]]]) -> None:
-        if self.captured is not None:
-            self.captured.look()
-        for micro in batches:
-            counts = [len(batch[0]) for batch in micro]
-            if self.captured is None:
-                self.take(micro, counts, sum(counts), False)
-            else:
-                self.captured(self.take, micro, counts, sum(counts), False)
-
-
-def data(
-    steps: int, sizes: tuple[int, ...] = (8,), seed: int = 0
-) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
-    drawn = torch.Generator().manual_seed(seed)
-    return [
-        [
-            (torch.randn(size, 6, generator=drawn), torch.randint(3, (size,), generator=drawn))
-            for size in sizes
-        ]
-        for _ in range(steps)
-    ]
-
-
-def apart(one: nn.Module, other: nn.Module) -> float:
-    return max(
-        float((a - b).abs().max())
-        for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True)
-    )
-
-
-def without_dropout() -> nn.Module:
-    model = network()
-    model[3].p = 0.0
-    return model
+from tests.step.captured_steps import (
+    MOMENTUM,
+    OPTIMIZERS,
+    Trained,
+    apart,
+    data,
+    network,
+    without_dropout,
+)
 
 
 def test_a_layer_that_is_unfrozen_later_begins_its_momentum() -> None:
@@ -365,27 +250,6 @@ def test_optimizers_that_cannot_be_captured(make: Any, reason: str) -> None:
 # ---------------------------------------------------------------------- on a GPU
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(("kind", "options"), OPTIMIZERS)
-@pytest.mark.parametrize("sizes", [(8,), (8, 5)], ids=str)
-def test_weights_after_fifty_steps_equal_eager_ones(
-    kind: Any, options: dict[str, Any], sizes: tuple[int, ...]
-) -> None:
-    device = torch.device("cuda", 0)
-    made = []
-    for captured in (True, False):
-        torch.backends.cuda.matmul.allow_tf32 = False
-        one = Trained(network(), kind, options, device, captured=captured)
-        torch.cuda.manual_seed(5)  # dropout draws the same in a replay
-        one.steps(data(50, sizes))
-        one.optimizer.param_groups[0]["lr"] *= 0.5
-        one.steps(data(1, (3,)) + data(20, sizes, seed=2))
-        made.append(one)
-    assert made[0].said == ["step: captured in a CUDA graph, and replayed from here on"]
-    assert apart(made[0].model, made[1].model) < 2e-5
-    assert made[0].losses == pytest.approx(made[1].losses, rel=1e-4)
-
-
 class Watched(nn.Module):
     """Notes in each backward pass whether its output is still there."""
 
@@ -414,59 +278,6 @@ def test_an_output_that_nobody_reads_is_freed_before_the_backward_pass(outputs: 
     assert one.model.there[2:] == [outputs == "read"] * 6  # the first two steps are eager
     assert one.losses == pytest.approx(other.losses, rel=1e-6)
     assert [output is None for output in one.outputs[2:]] == [outputs == "unread"] * 6
-
-
-@pytest.mark.gpu
-def test_gradients_are_those_of_the_last_step() -> None:
-    device = torch.device("cuda", 0)
-    trained, plain = (
-        Trained(without_dropout(), torch.optim.SGD, MOMENTUM, device, captured=r)
-        for r in (True, False)
-    )
-    for batches in (data(6), data(1, (3,), seed=1), data(1, seed=2)):
-        for one in (trained, plain):
-            one.steps(batches)
-    assert len(trained.said) == 1
-    for one, other in zip(trained.model.parameters(), plain.model.parameters(), strict=True):
-        assert one.grad is not None
-        assert (one.grad - other.grad).abs().max() < 1e-5
-
-
-class Reads(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = super().forward(x)
-        return y if y.sum().item() < 1e9 else -y
-
-
-class Branches(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = super().forward(x)
-        return y[y.sum(1) > -1e9]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("layer", [Reads, Branches])
-def test_a_model_that_waits_for_the_device_trains_eagerly_and_names_the_line(layer: Any) -> None:
-    device = torch.device("cuda", 0)
-    made = []
-    for captured in (True, False):
-        torch.manual_seed(4)
-        one = Trained(
-            nn.Sequential(nn.BatchNorm1d(6), layer(6, 3)),
-            torch.optim.SGD,
-            MOMENTUM,
-            device,
-            captured=captured,
-        )
-        one.steps(data(9))
-        made.append(one)
-    assert "it waits for the device at" in made[0].said[0]
-    assert "test_captured.py" in made[0].said[0]
-    assert apart(made[0].model, made[1].model) < 1e-6
-    with pytest.raises(UserError, match=r"step='graph'.*test_captured\.py"):
-        Trained(nn.Sequential(layer(6, 3)), torch.optim.SGD, MOMENTUM, device, insist=True).steps(
-            data(9)
-        )
 
 
 @pytest.mark.parametrize("steps", [2, 3, 5], ids=lambda steps: f"{steps} steps an epoch")

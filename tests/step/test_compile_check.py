@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from allhands.step.compile_check import losses_and_gradients, relative_gaps
-from tests.step.test_captured import Trained, data, without_dropout
+from tests.step.captured_steps import Trained, data, without_dropout
 
 
 def test_passes_leave_nothing_behind() -> None:

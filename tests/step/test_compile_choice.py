@@ -15,7 +15,7 @@ from allhands.step import compile_choice
 from allhands.step.compile_choice import CompileChoice
 from allhands.world import World, current_world
 from tests.reference import relative_difference
-from tests.step.test_captured import Trained, data, network
+from tests.step.captured_steps import Trained, data, network
 from tests.worlds import in_world
 
 WORLD = World(0, 0, 0, 1, 1, torch.device("cpu"), "none", "alone")
@@ -141,7 +141,7 @@ def test_steps_stay_those_of_the_training(monkeypatch: pytest.MonkeyPatch, after
     )
     one.steps(data(100))
     other.steps(data(100))
-    assert one.captures == (2 if after < 0.01 else 3)
+    assert one.graphs.captures == (2 if after < 0.01 else 3)
     assert one.losses == pytest.approx(other.losses, rel=1e-5)
     assert relative_difference(one.model.state_dict(), other.model.state_dict()) < 1e-5
 
@@ -200,7 +200,7 @@ def test_what_compiles_wrongly_trains_as_before(
     assert len(said) == 1
     assert said[0].startswith(f"step: compiled no longer, since {reason}")
     assert len(one.losses) == 100
-    assert one.captures == 1  # what was captured before is still right
+    assert one.graphs.captures == 1  # what was captured before is still right
 
 
 def one_rank_differs() -> tuple[list[int], list[str], list[str]]:
