@@ -34,6 +34,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # A picture at the end of each of hundreds of trainings; tests of pictures ask for them.
 os.environ.setdefault("ALLHANDS_CURVES", "0")
 
+# A process that others wake waits for its turn on the core, and takes none from the one that wakes
+# them. gloo holds a lock as it sends; its other thread, if it came at once, would ask for that lock
+# until its own time is over. Where processes share cores, that was most of what gloo computed.
+if hasattr(os, "SCHED_BATCH"):
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
 # Python compiles a file once, not in each of the thousand processes that the tests start, and
 # pytest keeps what it makes of a test's file.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
