@@ -90,8 +90,8 @@ def test_a_frozen_parameter_loses_its_last_gradient() -> None:
 
 
 def test_precision_is_checked() -> None:
-    with pytest.raises(UserError, match="precision='fp8'; it must be one of"):
-        Precision("fp8", ALONE.device)
+    with pytest.raises(UserError, match="precision='fp23'; it must be one of"):
+        Precision("fp23", ALONE.device)
 
 
 def adam_run(direct: bool) -> tuple[torch.Tensor, torch.optim.Optimizer]:
