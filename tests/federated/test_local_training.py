@@ -51,3 +51,20 @@ def test_the_update_in_one_pass_gives_what_the_other_gives(kind):
         ways.append(row.detach().clone())
     assert torch.allclose(*ways, rtol=1e-5, atol=1e-6)
     assert ways[0].abs().max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "plain"),
+    [
+        ("SGD", {"lr": 0.1}, True),
+        ("SGD", {"lr": 0.1, "foreach": False}, True),
+        ("SGD", {"lr": 0.1, "momentum": 0.9}, False),
+        ("SGD", {"lr": 0.1, "weight_decay": 0.1}, False),
+        ("SGD", {"lr": 0.1, "maximize": True}, False),
+        ("SGD", {"lr": 0.1, "fused": True}, False),
+        ("SGD", {"lr": torch.tensor(0.1)}, False),
+        ("Adam", {}, False),
+    ],
+)
+def test_what_is_one_subtraction(kind, options, plain):
+    assert LocalOptimizer.of(kind, torch.nn.Linear(3, 2), **options).plain is plain

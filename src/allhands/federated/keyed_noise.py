@@ -66,6 +66,7 @@ class Keyed(nn.Module):
         #: The keys of all steps of the client that trains, shape ``[steps]``, and its present step,
         #: where it is known which come.
         self.keys: torch.Tensor | None = None
+        self.each: tuple[torch.Tensor, ...] = ()
         self.step = 0
         self._places: dict[int, torch.Tensor] = {}
 
@@ -249,10 +250,10 @@ class KeyedNoise:
         if keys is not self._client:
             self._client = keys
             for layer, column in zip(self.layers.values(), keys.t().contiguous(), strict=True):
-                layer.__dict__.update(keys=column, _ahead=None)
+                layer.__dict__.update(keys=column, each=column.unbind(), _ahead=None)
         for layer in self.layers.values():
             layer.__dict__["step"] = step
-            layer._buffers["key"] = layer.__dict__["keys"][step]
+            layer._buffers["key"] = layer.each[step]
 
     def begin(self) -> None:
         """A forward pass begins."""

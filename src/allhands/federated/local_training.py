@@ -19,6 +19,7 @@ from allhands.federated.row_layout import RowLayout
 #: fp16 needs its losses scaled by a factor that follows the training, which clients that begin anew
 #: every round do not have.
 CLIENT_PRECISIONS = ("fp32", "bf16")
+_NOT_PLAIN = ("momentum", "weight_decay", "maximize", "differentiable", "foreach", "fused")
 Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
 
 
@@ -90,6 +91,16 @@ class LocalOptimizer:
             and self.kind.__name__ in self.ELEMENTWISE
         )
 
+    @property
+    def plain(self) -> bool:
+        """Whether a step is one subtraction: SGD without momentum and the like, with a rate that is
+        a number, and computed in whatever way."""
+        return self.kind is torch.optim.SGD and all(
+            not any(options.get(name) for name in _NOT_PLAIN)
+            and not isinstance(options.get("lr"), torch.Tensor)
+            for options in self.options
+        )
+
     def make(
         self, layout: RowLayout, rows: torch.Tensor, gradients: torch.Tensor
     ) -> torch.optim.Optimizer:
@@ -134,6 +145,15 @@ class LocalOptimizer:
             group.update(
                 (key, value) for key, value in options.items() if key not in ("foreach", "fused")
             )
+
+
+def plain_step(optimizer: torch.optim.Optimizer) -> None:
+    """The step of one that a `LocalOptimizer` has made which is `plain`: one operation a group. All
+    parameters must have gradients. What PyTorch's function does around it takes longer."""
+    with torch.no_grad():
+        for group in optimizer.param_groups:
+            weights = group["params"]
+            torch._foreach_add_(weights, [one.grad for one in weights], alpha=-group["lr"])
 
 
 def restart(optimizer: torch.optim.Optimizer) -> None:

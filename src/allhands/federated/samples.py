@@ -11,6 +11,8 @@ from torch.utils.data import ConcatDataset, Dataset, TensorDataset, default_coll
 from allhands.data import derive_seed, preserved_generators, seed_everything, to_device
 from allhands.errors import UserError
 
+_AT_ONCE = 2**26  # bytes of samples that are read for several steps at most
+
 
 class Samples:
     """A data set whose batches are asked for by index.
@@ -74,6 +76,22 @@ class Samples:
             seed_everything(derive_seed(seed, "samples", *place))
             batch = self.collate_fn([self.dataset[i] for i in indices.tolist()])
         return to_device(batch, self.device)
+
+    def take_all(self, indices: torch.Tensor, sizes: Sequence[int]) -> list[Any] | None:
+        """Batches of these sizes as `take` gives them one by one, read by one operation; None where
+        samples do not lie in memory, or these are more than 64 MiB.
+
+        Args:
+            indices: of the samples of all batches, one after another (int64), on any device.
+            sizes: samples in each batch.
+        """
+        if self.tensors is None:
+            return None
+        nbytes = sum(t[:1].nbytes for t in self.tensors) * len(indices)
+        if nbytes > _AT_ONCE:
+            return None
+        parts = [part.split(list(sizes)) for part in self.take(indices)]
+        return list(zip(*parts, strict=True))
 
     def targets(self) -> torch.Tensor | None:
         """The target of every sample, shape ``[samples, …]``, on the processor: the last member of

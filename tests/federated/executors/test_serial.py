@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import allhands
+from allhands.federated import samples
 from allhands.federated.algorithms import FedAvg
 from allhands.federated.executors.serial import Serial
 from tests.federated import simulating as sim
@@ -86,3 +88,37 @@ def test_the_loss_of_a_round_is_the_mean_over_samples_also_with_a_short_batch():
     with torch.no_grad():
         loss = nn.functional.mse_loss(sim.model()(given[0]), given[1])
     assert made.run()["train"]["loss"] == [pytest.approx(float(loss), rel=1e-12)]
+
+
+@pytest.mark.parametrize("algorithm", [FedAvg(), _Corrects()])
+def test_a_step_of_plain_sgd_gives_the_bits_of_the_optimizers_own(algorithm):
+    weights, calls = [], []
+    for watched in (False, True):
+        made = sim.rounds(algorithm, net=_Uneven(), given=_data(), batch_size=4, epochs=2)
+        handle = None
+        if watched:  # by the optimizer's own function, which calls this
+            handle = register_optimizer_step_post_hook(lambda *_: calls.append(1))
+        try:
+            made.run()
+        finally:
+            if handle is not None:
+                handle.remove()
+        weights.append(made.server.weights)
+    assert calls
+    assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize("sizes", [(3, 3, 2), (8,)])
+def test_samples_of_several_steps_are_read_at_once(sizes, monkeypatch):
+    given = torch.randn(20, 4), torch.arange(20)
+    held = samples.Samples(given, torch.device("cpu"))
+    order = torch.randperm(20)[:8]
+    every = held.take_all(order, sizes)
+    for batch, one in zip(order.split(sizes), every, strict=True):
+        assert all(map(torch.equal, one, held.take(batch)))
+    monkeypatch.setattr(samples, "_AT_ONCE", 8 * 24 - 1)
+    assert held.take_all(order, sizes) is None
+    monkeypatch.setattr(samples, "_AT_ONCE", 8 * 24)
+    assert held.take_all(order, sizes) is not None
+    by_one = samples.Samples([1.0, 2.0, 3.0], torch.device("cpu"))
+    assert by_one.take_all(torch.tensor([0, 1]), (1, 1)) is None

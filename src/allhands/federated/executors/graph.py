@@ -49,6 +49,9 @@ class Graph(Serial):
         for size in sorted({len(batch) for batch in batches} - set(self._recorded), reverse=True):
             self._recorded[size] = self._record(size)
 
+    def _taken_at_once(self, taken: torch.Tensor, sizes: list[int]) -> None:
+        """Graphs read the samples."""
+
     def _gradient(
         self, job: CohortMember, step: int, batch: torch.Tensor, keys: torch.Tensor
     ) -> torch.Tensor:

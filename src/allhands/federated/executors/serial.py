@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -21,7 +22,7 @@ from allhands.federated.executors.base import (
 )
 from allhands.federated.executors.starting import measuring
 from allhands.federated.keyed_noise import KeyedNoise
-from allhands.federated.local_training import restart
+from allhands.federated.local_training import plain_step, restart
 from allhands.step import LossRule, Precision
 from allhands.step.update import update_function
 
@@ -110,6 +111,7 @@ class Serial(Executor):
         self.rule = LossRule(work.local.criterion)
         self.precision = Precision(work.local.precision, server.device)
         self._room: torch.Tensor | None = None
+        self._taken: list[Any] | None = None
         named = dict(work.model.named_parameters())
         self._weights = [named[place.name] for place in layout.parameters]
         self._slots = [
@@ -117,9 +119,10 @@ class Serial(Executor):
             for place in layout.parameters
         ]
         optimizer = work.local.optimizer
-        # On a GPU each operation on a list of tensors costs more than those on one do.
+        # On a GPU each operation on a list of tensors costs more than those on one do, but that of
+        # plain SGD is the only one.
         self._in_row = (
-            server.device.type != "cpu"
+            (server.device.type != "cpu" and not optimizer.plain)
             or work.algorithm.corrects
             or work.local.clip_norm is not None
             or self.writes_row
@@ -128,7 +131,7 @@ class Serial(Executor):
             self.optimizer = optimizer.make(layout, self.rows, self.gradients)
         else:
             self.optimizer = optimizer.over(named)
-        self._update = update_function(self.optimizer)
+        self._update = update_function(self.optimizer, plain_step if optimizer.plain else None)
 
     def train(self, jobs: Sequence[CohortMember], states: States, sink: Sink) -> None:
         self.work.local.optimizer.set_rates(self.optimizer)
@@ -179,6 +182,7 @@ class Serial(Executor):
         batches = list(taken.split(sizes))
         keys = keys[: len(batches)]
         self._prepare(batches)
+        self._taken = self._taken_at_once(taken, sizes)
         self.rows.copy_(start)
         server.layout.write_integers(server.integers, work.model)
         restart(self.optimizer)
@@ -218,6 +222,11 @@ class Serial(Executor):
     def _prepare(self, batches: list[torch.Tensor]) -> None:
         """Called with a client's batches before its weights are in the row."""
 
+    def _taken_at_once(self, taken: torch.Tensor, sizes: list[int]) -> list[Any] | None:
+        """The samples of all of a client's steps, read by one operation where they lie in memory
+        and are few; None where each step reads its own."""
+        return self.work.samples.take_all(taken, sizes)
+
     def _gradient(
         self, job: CohortMember, step: int, batch: torch.Tensor, keys: torch.Tensor
     ) -> torch.Tensor:
@@ -238,7 +247,10 @@ class Serial(Executor):
             weight.grad = None
         self.noise.set_step(keys, step)
         self.noise.begin()
-        taken = work.samples.take(batch, work.seed, self.server.round, job.client, step)
+        if self._taken is not None:
+            taken = self._taken[step]
+        else:
+            taken = work.samples.take(batch, work.seed, self.server.round, job.client, step)
         with self.precision.autocast():
             output, target = work.local.forward(work.model, taken)
             if step == 0:
