@@ -3,6 +3,8 @@ with a core each, on hosts made of network namespaces, whose interfaces are shap
 
     python benchmarks/planning_links.py     # needs what tests/cluster/README.md says
 
+A parameter server is on the first worker's host; `loopback` has all three on this machine.
+
 For each speed of the link: `allhands doctor --profile` measures collectives, both hosts time
 operations at once (the cores share memory and its bandwidth), the plan predicts, and the trainings
 run; predictions and measurements alternate, as often as `--turns` says.
@@ -14,9 +16,12 @@ import argparse
 import itertools
 import json
 import os
+import secrets
+import shlex
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -33,7 +38,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import allhands
-from allhands import DDP, FSDP, LocalSGD, Pipeline, SupervisedRunner
+from allhands import DDP, FSDP, KVStore, LocalSGD, Pipeline, SupervisedRunner
 from allhands.models.transformer import GPT, NextToken
 from allhands.planning.candidates import Candidate
 from allhands.planning.machines import CARDS, CPU
@@ -42,12 +47,21 @@ from allhands.planning.operation_times import OperationTimes, write_times
 from allhands.planning.plan import plan
 from allhands.strategies import Strategy
 
-SPEEDS = {"100 Mbit/s": 100, "1 Gbit/s": 1000, "10 Gbit/s": 10000}
+LOOPBACK = "loopback"
+SPEEDS = {"100 Mbit/s": 100, "1 Gbit/s": 1000, "10 Gbit/s": 10000, LOOPBACK: 0}
 SIZES = {"vocab_size": 256, "block_size": 64, "layers": 4, "heads": 4, "width": 128}
 SAMPLES, EVERY, STEPS, WARM = 16, 8, 16, 4
 STRATEGIES = ("ddp", "fsdp", "pipeline", "local_sgd")
+SERVED = ("kvstore", "kvstore async")
 # The cases that are shown: the model's name and the strategy's.
 CASES = [("gpt", name) for name in STRATEGIES] + [("conv", "ddp"), ("conv", "local_sgd")]
+WITH_SERVER = [(model, name) for model in ("gpt", "conv") for name in SERVED]
+
+
+def cases_of(speed: str, only: list[str]) -> list[tuple[str, str]]:
+    """On one machine, whose links are no matter of `tc`, those of a parameter server alone."""
+    cases = [*(CASES if SPEEDS[speed] else ()), *WITH_SERVER]
+    return [case for case in cases if case[1] in only]
 
 
 def strategy_named(name: str) -> Strategy:
@@ -56,6 +70,8 @@ def strategy_named(name: str) -> Strategy:
         "fsdp": FSDP(),
         "pipeline": Pipeline(),
         "local_sgd": LocalSGD(every=EVERY),
+        "kvstore": KVStore(servers=1),
+        "kvstore async": KVStore("async", servers=1),
     }
     return made[name]
 
@@ -120,30 +136,38 @@ def train(model: str, name: str) -> float:
     return statistics.median((end - begin) / period for begin, end in itertools.pairwise(ends))
 
 
-def work() -> None:
-    """What each worker of a training does: prints rank 0's times."""
+def work(cases: list[tuple[str, str]]) -> None:
+    """What each worker of a training does: prints the times of the slowest rank."""
     world = allhands.init(device="cpu")
-    found = {f"{model}, {name}": train(model, name) for model, name in CASES}
+    found = {f"{model}, {name}": train(model, name) for model, name in cases}
+    every: list[Any] = [None] * world.world_size
+    torch.distributed.all_gather_object(every, found)
     if world.rank == 0:
-        print("TIMES " + json.dumps(found), flush=True)
+        slowest = {key: max(one[key] for one in every) for key in found}
+        print("TIMES " + json.dumps(slowest), flush=True)
     allhands.finalize()
 
 
 def at_once(profile: Path, model: str) -> None:
     """Wait for the other host: what shares memory with a step then is the same step."""
-    (profile.parent / f"ready {model} {os.uname().nodename}").touch()
+    (profile.parent / f"ready {model} {secrets.token_hex(8)}").touch()
     while len(list(profile.parent.glob(f"ready {model} *"))) < 2:
         time.sleep(1e-3)
 
 
-def predict(profile: Path) -> None:
-    """Time operations here, and print what the plan says with the profile's links."""
-    links = read_links(profile)
-    assert links is not None
+def predict(profile: Path, speed: str, only: list[str], beside: bool) -> None:
+    """Time operations here, and print what the plan says with the profile's links.
+
+    Args:
+        beside: this is the other host, which has no parameter server.
+    """
+    links = read_links(profile) if SPEEDS[speed] else None
     times = OperationTimes(CARDS[CPU], device=torch.device("cpu"))
     found = {}
     for model in ("gpt", "conv"):
-        names = [name for one, name in CASES if one == model]
+        names = [name for one, name in cases_of(speed, only) if one == model]
+        if beside:
+            names = [name for name in names if name not in SERVED] or ["local_sgd"]
         given = parts(model, 1)
         inputs, targets = given.pop("data").tensors
         at_once(profile, model)
@@ -151,9 +175,9 @@ def predict(profile: Path) -> None:
             **given,
             batch=(inputs[:SAMPLES], targets[:SAMPLES]),
             gpus=2,
-            per_host=1,
+            per_host=1 if SPEEDS[speed] else 2,
             card=CPU,
-            link=links,
+            link=links or "pcie",  # nothing goes over it there
             strategies=[Candidate(strategy_named(name), {"name": name}) for name in names],
             times=times,
         ).rows
@@ -168,13 +192,13 @@ def predict(profile: Path) -> None:
     print("TIMES " + json.dumps(found), flush=True)
 
 
-def run(hosts: Hosts, *words: str) -> Any:
+def run(environ: dict[str, str], *words: str) -> Any:
     """The times that a command has printed."""
     done = subprocess.run(
         words,
         check=False,
         cwd=Path(__file__).parent,
-        env=hosts.environ(OMP_NUM_THREADS="1"),
+        env=environ,
         capture_output=True,
         text=True,
     )
@@ -193,37 +217,52 @@ def shape(hosts: Hosts, megabits: int) -> None:
         hosts.run(name, "tc", "qdisc", "replace", "dev", "eth0", *words)
 
 
-def turn(hosts: Hosts) -> dict[str, Any]:
+def turn(folder: Path, hosts: Hosts | None, speed: str, only: list[str]) -> dict[str, Any]:
     """One profile, prediction and measurement."""
-    profile = hosts.folder / "profile.json"
-    for old in (profile, *hosts.folder.glob("ready *")):
+    profile, other = folder / "profile.json", folder / "other.json"
+    for old in (profile, other, *folder.glob("ready *")):
         old.unlink(missing_ok=True)
-    doctor = [*command(), "doctor", "-H", "d1,d2", "--profile", str(profile)]
-    environment = hosts.environ(OMP_NUM_THREADS="1")
-    subprocess.run(doctor, check=True, env=environment, cwd="/", stdout=subprocess.DEVNULL)
-    other = hosts.folder / "other.json"
-    other.write_text(profile.read_text())
-    script = f"cd {Path(__file__).parent} && OMP_NUM_THREADS=1 {sys.executable} planning_links.py"
+    threads = {"OMP_NUM_THREADS": "1"}
+    environ = os.environ | threads if hosts is None else hosts.environ(**threads)
+    on_hosts = [] if hosts is None else ["-H", "d1,d2"]
+    kinds = {}
+    if hosts is not None:
+        doctor = [*command(), "doctor", *on_hosts, "--profile", str(profile)]
+        subprocess.run(doctor, check=True, env=environ, cwd="/", stdout=subprocess.DEVNULL)
+        other.write_text(profile.read_text())
+        kinds = json.loads(profile.read_text())["links"]["between"]["kinds"]
+
+    common = ["--speeds", speed, "--only", *only]
+
+    def predicting(host: str, path: Path, *options: str) -> list[str]:
+        words = [sys.executable, str(Path(__file__).absolute()), *common]
+        words += ["--predict", str(path), *options]
+        there = f"cd {Path(__file__).absolute().parent} && OMP_NUM_THREADS=1 {shlex.join(words)}"
+        return words if hosts is None else ["ssh", host, there]
+
     busy = subprocess.Popen(
-        ["ssh", "d2", f"{script} --predict {other}"],
-        env=environment,
+        predicting("d2", other, "--beside"),
+        env=environ,
+        cwd=Path(__file__).parent,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         stdin=subprocess.DEVNULL,
     )
-    predicted = run(hosts, "ssh", "d1", f"{script} --predict {profile}")
+    predicted = run(environ, *predicting("d1", profile))
     busy.wait()
-    launch = [*command(), "launch", "-H", "d1,d2", "-n", "2", "--no-prefix"]
-    measured = run(hosts, *launch, "planning_links.py", "--work")
-    kinds = json.loads(profile.read_text())["links"]["between"]["kinds"]
+    launch = [*command(), "launch", *on_hosts, "-n", "2", "--no-prefix"]
+    script = ["planning_links.py", *common, "--work"]
+    measured = {}
+    for kind, server in (("servers", ["-s", "1"]), ("alone", [])):
+        if any((case in WITH_SERVER) == bool(server) for case in cases_of(speed, only)):
+            measured |= run(environ, *launch, *server, *script, kind)
     return {"predicted": predicted, "measured": measured, "links": kinds}
 
 
 def summary(turns: list[dict[str, Any]]) -> dict[str, Any]:
     """Of each case the medians in ms, and predicted over measured."""
     rows = {}
-    for model, name in CASES:
-        key = f"{model}, {name}"
+    for key in turns[0]["measured"]:
         measured = statistics.median(one["measured"][key] for one in turns)
         parts = {
             part: statistics.median(one["predicted"][key][part] for one in turns)
@@ -242,25 +281,36 @@ def summary(turns: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--work", choices=["servers", "alone"], help=argparse.SUPPRESS)
     parser.add_argument("--predict", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--beside", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--speeds", nargs="*", default=list(SPEEDS), choices=list(SPEEDS))
+    names = [*STRATEGIES, *SERVED]
+    parser.add_argument("--only", nargs="+", default=names, choices=names, help="strategies")
     parser.add_argument("--out", default="planning_links")
     given = parser.parse_args()
     if given.work:
-        return work()
+        served = given.work == "servers"
+        cases = cases_of(given.speeds[0], given.only)
+        return work([case for case in cases if (case in WITH_SERVER) == served])
     if given.predict is not None:
-        return predict(given.predict)
+        return predict(given.predict, given.speeds[0], given.only, given.beside)
     path = RESULTS / f"{given.out}.json"
     before = json.loads(path.read_text())["speeds"] if path.exists() else {}
     found: dict[str, Any] = {speed: before[speed] for speed in SPEEDS if speed in before}
     for speed in given.speeds:
-        with Hosts(("d1", "d2"), label=f"links-{os.getpid()}") as hosts:
-            shape(hosts, SPEEDS[speed])
-            turns = [turn(hosts) for _ in range(given.turns)]
-        found[speed] = {"cases": summary(turns), "links": turns[-1]["links"]}
-        for name, row in found[speed]["cases"].items():
+        if SPEEDS[speed]:
+            with Hosts(("d1", "d2"), label=f"links-{os.getpid()}") as hosts:
+                shape(hosts, SPEEDS[speed])
+                turns = [turn(hosts.folder, hosts, speed, given.only) for _ in range(given.turns)]
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                turns = [turn(Path(folder), None, speed, given.only) for _ in range(given.turns)]
+        rows = summary(turns)
+        old = found.get(speed, {"cases": {}})["cases"]
+        found[speed] = {"cases": old | rows, "links": turns[-1]["links"]}
+        for name, row in rows.items():
             print(f"{speed:10s} {name:16s}", *(f"{k} {v}" for k, v in row.items()), flush=True)
         save_json(given.out, {"machine": machine(), "speeds": found}, quiet=True)
     return None

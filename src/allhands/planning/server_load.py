@@ -68,14 +68,16 @@ class ServerLoad:
         if exchange is None:
             # It reads and writes gradients, weights and the optimizer's state.
             exchange = (step.workers + _UPDATE) * held / self.count / CARDS[CPU].bandwidth
+        # Workers that do not wait for one another seldom exchange at once, but a server that is
+        # busy all the time sets the pace.
+        own = exchange / step.workers if self.alone else exchange
         if hosts == 1:  # through memory of both
-            return exchange
+            return max(own, exchange - busy)
         latency = links.seconds(0, "send", 2, hosts)
         up, down = ((links.seconds(size, "send", 2, hosts) - latency) / held for size in ways)
         away = step.workers - per_host
         if self.alone:
-            own = self._piped(up, down, 1, 1, exchange / step.workers)
-            # A server that is busy all the time sets the pace.
+            own = self._piped(up, down, 1, 1, own)
             fullest = max(_sums(self.pieces).values())
             return 2 * latency + max(own, max(away * fullest * max(up, down), exchange) - busy)
         mates = min(per_host, step.workers)
@@ -94,16 +96,17 @@ class ServerLoad:
             up, down: seconds of a byte.
             mates: workers that send over the same link.
             away: workers that a server reaches over its link.
-            exchange: seconds of a server.
+            exchange: seconds of a server, an equal part for each piece: what it takes by the byte
+                is done while these come.
         """
-        whole = _sums(self.pieces)
+        count = Counter(server for server, _ in self.pieces)
         out = back = 0.0
-        came, made, gave = (dict.fromkeys(whole, 0.0) for _ in range(3))
+        came, made, gave = (dict.fromkeys(count, 0.0) for _ in range(3))
         for server, size in self.pieces:
             came[server] = max(max(came[server], out) + away * size * up, out + mates * size * up)
             out += mates * size * up
             made[server] = max(made[server], came[server])
-            made[server] += exchange * size / whole[server]
+            made[server] += exchange / count[server]
             gave[server] = max(gave[server], made[server]) + away * size * down
             back = max(back + mates * size * down, gave[server])
         return back
