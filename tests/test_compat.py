@@ -13,6 +13,7 @@ from torch import nn
 
 from allhands import compat
 from allhands.compat import default_store, gradient_hooks, in_backward, mark_stepped, step_hooks
+from allhands.step.update import backward
 
 
 def test_private_names_are_what_they_are_taken_for() -> None:
@@ -26,6 +27,16 @@ def test_private_names_are_what_they_are_taken_for() -> None:
     assert compat.pytree.tree_leaves({"a": [1, (2, 3)]}) == [1, 2, 3]
     with pytest.raises(AttributeError, match="no attribute 'BatchNorm'"):
         _ = compat.BatchNorm
+
+
+def test_a_backward_pass_is_run_and_frees_its_graph() -> None:
+    x = torch.ones(3, requires_grad=True)
+    loss = (x * x).sum()
+    backward(loss, torch.tensor(0.5))
+    assert x.grad is not None
+    assert x.grad.tolist() == [1.0] * 3
+    with pytest.raises(RuntimeError, match="a second time"):
+        backward(loss, torch.tensor(0.5))
 
 
 def test_a_backward_pass_is_seen_from_inside() -> None:

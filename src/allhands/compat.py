@@ -38,6 +38,8 @@ _PRIVATE = {
     "StorageInfo": ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     # Whether torch.compile can make kernels for a GPU.
     "has_triton": ("torch.utils._triton", "has_triton"),
+    # A backward pass, of which everything was looked at before.
+    "run_backward": ("torch.autograd.graph", "_engine_run_backward"),
     # Whether a profiler records, which wants to see `Optimizer.step`.
     "profiler_enabled": ("torch.autograd", "_profiler_enabled"),
 }

@@ -18,7 +18,7 @@ from allhands.step.modes import evaluation_mode
 from allhands.step.over_batch import WholeBatch, slopes_of
 from allhands.step.precision import Precision
 from allhands.step.step_failures import explain, raise_on_all, spoil, stop_together
-from allhands.step.update import update_function
+from allhands.step.update import backward, update_function
 from allhands.world import World
 
 # is told (output, target, loss, factor, count): `loss * factor` is the micro-batch's sum of losses,
@@ -297,7 +297,7 @@ class OptimizerStep:
         try:
             with self.label("backward"):
                 if scaler is None:
-                    loss.backward(weight if weight.dtype == loss.dtype else weight.to(loss.dtype))
+                    backward(loss, weight.to(loss.dtype))
                 else:
                     scaler.scale(loss * weight).backward()
         except RuntimeError as error:
