@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from allhands.comm.collectives import all_gather_text
 from allhands.comm.traffic import Collective, tell
@@ -62,6 +63,10 @@ class HostSum:
                 something else. No further sum can be made.
         """
         tell(Collective("all_reduce", flat.nbytes, len(self._links) + 1))
+        with record_function("sockets:all_reduce"):
+            self._add_up(flat)
+
+    def _add_up(self, flat: torch.Tensor) -> None:
         self._sums += 1
         head = _HEAD.pack(self._sums, flat.nbytes)
         message, other_head = head + flat.view(torch.uint8).numpy().tobytes(), bytearray(_HEAD.size)
@@ -107,7 +112,9 @@ def host_sum(world: World) -> HostSum | None:
     """What adds up small tensors on the processor over all ranks, where these are a few processes
     of one host; else None. All ranks call it together; a group has one."""
     few = 1 < world.world_size == world.local_world_size <= _MOST_RANKS
-    if not few or world.backend != "gloo" or world.device.type != "cpu" or sys.platform != "linux":
+    if not few or world.device.type != "cpu" or sys.platform != "linux":
+        return None
+    if dist.get_backend() != "gloo":  # mpi, or a plan's
         return None
     group = dist.group.WORLD
     if group not in _met:

@@ -16,8 +16,9 @@ from allhands.world import World
 #: What the parts of a step are called, in a trace and in the summary.
 PHASES = ("data", "forward", "backward", "exchange", "optimizer", "captured step")
 _SKIPPED = 5  # first steps, in which libraries set themselves up
-# Events of an exchange between ranks, which run beside the rest of a step.
+# Events of an exchange between ranks that runs beside the rest of a step, and of one that does not.
 _MESSAGES = ("gloo:", "nccl:", "ncclDevKernel", "ncclKernel", "mpi:")
+_WAITS = "sockets:"
 Ranges = list[tuple[float, float]]
 
 
@@ -91,12 +92,16 @@ def summary(events: Iterable[Any], steps: int) -> list[str]:
         steps: how many they are of.
     """
     phases: dict[str, Ranges] = {name: [] for name in PHASES}
-    messages, work = [], []
+    messages: Ranges = []
+    waits: Ranges = []
+    work: Ranges = []
     for event in events:
         span = event.time_range.start, event.time_range.end
         on_device = event.device_type == torch.autograd.DeviceType.CUDA
         if any(event.name.startswith(name) for name in _MESSAGES):
             messages.append(span)
+        elif event.name.startswith(_WAITS):
+            waits.append(span)
         elif event.name in phases:
             if not on_device:
                 phases[event.name].append(span)
@@ -118,8 +123,8 @@ def summary(events: Iterable[Any], steps: int) -> list[str]:
         lines.append(
             _row("the GPU computes", sum(end - start for start, end in merged(work)) / steps, whole)
         )
-    if messages:
-        taken = sum(end - start for start, end in merged(messages)) / steps
+    if messages or waits:
+        taken = sum(end - start for start, end in merged([*messages, *waits])) / steps
         if work:
             beside = merged(work)
         else:
