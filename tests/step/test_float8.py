@@ -203,6 +203,8 @@ def test_evaluation_alone_multiplies_so_too(emulated: None) -> None:
     assert all(value == pytest.approx(losses["fp32"], rel=0.01) for value in losses.values())
 
 
+# rare: on processors these layers are emulated, which nobody compiles; it takes more than a minute.
+@pytest.mark.rare
 def test_compiled_steps_are_those_of_eager_ones(
     emulated: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
