@@ -69,7 +69,7 @@ FOLDER = "FORK_SERVER"
 #: So is room for variables that scripts have and the server has not.
 ROOM = "FORK_SERVER_ROOM"
 #: A script inherits descriptors below this one.
-MOST_DESCRIPTORS = 64
+MOST_DESCRIPTORS = 250  # the most that one message of Linux carries is 253
 
 
 class _Call:

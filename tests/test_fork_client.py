@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 import subprocess
@@ -120,8 +121,12 @@ def test_others_see_its_variables() -> None:
         process.communicate()
 
 
-def test_descriptors_are_inherited() -> None:
-    read, write = os.pipe()
+@pytest.mark.parametrize("least", [3, 200])
+def test_descriptors_are_inherited(least: int) -> None:
+    """Also in a process that has opened many."""
+    read, first = os.pipe()
+    write = fcntl.fcntl(first, fcntl.F_DUPFD, least)
+    os.close(first)
     code = f"import os, sys; os.write({write}, b'torch' if 'torch' in sys.modules else b'new')"
     assert run("-c", code, pass_fds=[write]).returncode == 0
     assert os.read(read, 10) == b"torch"
