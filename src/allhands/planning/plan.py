@@ -307,7 +307,8 @@ def _predict(
     servers = load_of(strategy, fullest, workload)
     if servers is not None and on_cpus and times.device is not None:
         exchange = exchange_seconds(workload, strategy, gpus, local=gpus <= per_host)
-        times.own |= {} if exchange is None else {candidate.name: exchange}
+        if exchange is not None:
+            times.own[candidate.name] = exchange
     own_code = times.own.get(candidate.name)
     found, late = [], []
     for kind in zip(*steps_of_ranks, strict=True):  # those of one kind, on each rank

@@ -25,6 +25,7 @@ from allhands.kvstore.store import Share
 from allhands.kvstore.store_modes import mode_named
 from allhands.planning.dry_step import Workload
 from allhands.strategies import KVStore, Strategy
+from allhands.strategies.stored_model import slots_of_optimizer
 from allhands.wire import TOKEN
 
 _WARM, _TURNS = 3, 12
@@ -58,22 +59,14 @@ def _exchange(workload: Workload, strategy: KVStore, workers: int, transport: st
     """The median of a few, of workers that are threads of this process."""
     mode = mode_named(f"dist_{strategy.mode}")
     rules = rules_of(mode, strategy.options)
-    groups = {
-        id(p): number
-        for number, group in enumerate(workload.optimizer.param_groups)
-        for p in group["params"]
-    }
-    trained = {
-        name: p
-        for name, p in sorted(workload.model.named_parameters())
-        if p.requires_grad and id(p) in groups
-    }
+    slots, numbers = slots_of_optimizer(workload.model, workload.optimizer)
     options = [hyper(group) for group in workload.optimizer.param_groups]
     together, share = threading.Barrier(workers), Share(1.0, float(workers))
 
     def work(rank: int, where: list[dict[str, Any]]) -> list[tuple[float, float]]:
-        weights = {name: torch.randn(p.shape) * _SPREAD for name, p in trained.items()}
-        gradients = {name: torch.randn(p.shape) * _SPREAD for name, p in trained.items()}
+        weights, gradients = (
+            {one.name: torch.randn(one.first.shape) * _SPREAD for one in slots} for _ in range(2)
+        )
         store = ServedStore(mode, rank, workers, where, rules, 0, transport=transport)
         times = []
         try:
@@ -81,7 +74,6 @@ def _exchange(workload: Workload, strategy: KVStore, workers: int, transport: st
                 store.set_optimizer(spec_of_torch(workload.optimizer)[0])
             if strategy.compress is not None:
                 store.set_gradient_compression(strategy.compress)
-            numbers = {name: groups[id(p)] for name, p in trained.items()}
             store.declare(weights, complete=True, groups=numbers if strategy.takes_step else None)
             for _ in range(_WARM + _TURNS):
                 together.wait()

@@ -25,6 +25,21 @@ from allhands.strategies.stored_parts import bring_parts, parts_of, whole_of
 from allhands.world import World
 
 
+def slots_of_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[list[Slot], dict[str, int]]:
+    """The parameters of a model that an optimizer trains, in the order of their names, and by name
+    the number of the optimizer's group of each."""
+    groups = {
+        id(p): number
+        for number, group in enumerate(optimizer.param_groups)
+        for p in group["params"]
+    }
+    named = sorted(model.named_parameters(), key=lambda pair: pair[0])
+    slots = [Slot(name, [p]) for name, p in named if p.requires_grad and id(p) in groups]
+    return slots, {slot.name: groups[id(slot.first)] for slot in slots}
+
+
 class StoredModel:
     """A model's weights and its optimizer in a store.
 
@@ -64,7 +79,7 @@ class StoredModel:
 
     def open(self, step: int) -> None:
         """Put the present weights into a new store, and the optimizer where it takes the steps."""
-        groups = self.list_slots()
+        numbers = self.list_slots()
         self.steps = step
         self._laid_out = self._present()
         spec = self._spec() if self.settings.takes_step else None
@@ -74,7 +89,7 @@ class StoredModel:
         else:
             store = CollectiveStore(mode_named("dist_sync"), self.world, self.twice)
         try:
-            self._fill(store, spec, groups)
+            self._fill(store, spec, numbers)
         except BaseException:
             if isinstance(store, CollectiveStore):
                 store.abandon()
@@ -82,36 +97,29 @@ class StoredModel:
         self.store, self._left = store, None
         self._read()
 
-    def list_slots(self) -> dict[int, int]:
-        """Look which parameters are trained; gives the number of the group of each, by its id."""
-        groups = {
-            id(p): number
-            for number, group in enumerate(self.optimizer.param_groups)
-            for p in group["params"]
-        }
-        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-        self.slots = [
-            Slot(name, [p])
-            for name, p in sorted(named, key=lambda pair: pair[0])
-            if id(p) in groups
-        ]
+    def list_slots(self) -> dict[str, int]:
+        """Look which parameters are trained; gives the number of the group of each, by its name."""
+        self.slots, numbers = slots_of_optimizer(self.model, self.optimizer)
         #: Trained by nobody, as in one process; their gradients count in the norm that is clipped
         #: alone.
-        self.idle = [name for name, p in named if id(p) not in groups]
-        return groups
+        self.idle = [
+            name
+            for name, p in self.model.named_parameters()
+            if p.requires_grad and name not in numbers
+        ]
+        return numbers
 
-    def _fill(self, store: Store, spec: OptimizerSpec | None, groups: Mapping[int, int]) -> None:
+    def _fill(self, store: Store, spec: OptimizerSpec | None, numbers: Mapping[str, int]) -> None:
         """Declare what is trained, and give the store the optimizer and its state."""
         settings = self.settings
         if spec is not None:
             store.set_optimizer(spec)
         if settings.compress is not None:
             store.set_gradient_compression(settings.compress)
-        numbers = (
-            {slot.name: groups[id(slot.first)] for slot in self.slots} if spec is not None else None
-        )
         store.declare(
-            {slot.name: slot.first.detach() for slot in self.slots}, complete=True, groups=numbers
+            {slot.name: slot.first.detach() for slot in self.slots},
+            complete=True,
+            groups=numbers if spec is not None else None,
         )
         state = state_of(self.optimizer, self.slots, self.steps)
         if spec is not None and (state.tensors or state.numbers):
