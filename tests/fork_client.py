@@ -46,11 +46,14 @@ def is_open(descriptor):
     return True
 
 words = sys.argv[1:]
-inherited = [descriptor for descriptor in range({most}) if is_open(descriptor)]
+# The descriptor that reads the folder is closed by then.
+inherited = [number for number in sorted(map(int, os.listdir("/proc/self/fd"))) if is_open(number)]
 
 def start_anew():
     os.execv(program, [program, *words])
 
+if len(inherited) > {most}:
+    start_anew()
 if program == python:
     rest = words[1:] if words[:1] == ["-P"] else words
     if not rest or not rest[0] or (rest[0][0] == "-" and rest[0] not in ("-c", "-m")):

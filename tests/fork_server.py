@@ -22,7 +22,7 @@ import socket
 import sys
 import time
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +68,8 @@ AGENT = "allhands.launch.agent"
 FOLDER = "FORK_SERVER"
 #: So is room for variables that scripts have and the server has not.
 ROOM = "FORK_SERVER_ROOM"
-#: A script inherits descriptors below this one.
-MOST_DESCRIPTORS = 250  # the most that one message of Linux carries is 253
+#: A script inherits this many descriptors, whatever their numbers.
+MOST_DESCRIPTORS = 250  # one message of Linux carries 253
 
 
 class _Call:
@@ -122,7 +122,7 @@ class _Server:
 
     def _begin(self) -> tuple[list[str], Any] | None:
         client, _ = self.listener.accept()
-        _, ancillary, _, _ = client.recvmsg(10, socket.CMSG_SPACE(4 * MOST_DESCRIPTORS))
+        _, ancillary, _, _ = client.recvmsg(10, socket.CMSG_SPACE(4 * (MOST_DESCRIPTORS + 1)))
         if not ancillary:  # the client was killed
             client.close()
             return None
@@ -233,12 +233,10 @@ class _Server:
                     file.write(b"%d %s\n" % (pid, words[:150]))
 
 
-def _inherit(ends: Mapping[int, int], own: Iterable[int]) -> None:
+def _inherit(ends: Mapping[int, int], own: tuple[int, ...]) -> None:
     """Have these descriptors, by their numbers in the client, and not the server's own."""
-    high = {
-        number: fcntl.fcntl(end, fcntl.F_DUPFD, 2 * MOST_DESCRIPTORS)
-        for number, end in ends.items()
-    }
+    free = 1 + max((*ends, *own, *ends.values()))
+    high = {number: fcntl.fcntl(end, fcntl.F_DUPFD, free) for number, end in ends.items()}
     for end in {0, 1, 2, *own, *ends.values()}:
         os.close(end)
     for number, end in high.items():

@@ -121,7 +121,7 @@ def test_others_see_its_variables() -> None:
         process.communicate()
 
 
-@pytest.mark.parametrize("least", [3, 200])
+@pytest.mark.parametrize("least", [3, 200, 600])
 def test_descriptors_are_inherited(least: int) -> None:
     """Also in a process that has opened many."""
     read, first = os.pipe()
