@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.timeouts import patience
+from tests.patience import patience
 
 # The main thread is blocked, and something that was printed is still in Python's buffer.
 BLOCKED = """
@@ -40,3 +40,41 @@ def test_without_a_launcher_the_reason_is_printed() -> None:
         "printed before\n",
         "allhands: the ranks do not agree\n",
     )
+
+
+# PyTorch's pool of threads is renewed by the first call in a fork. This process has used its own.
+FORKS = """
+import os, threading
+import torch
+from allhands.launch import worker
+
+def work():
+    together.wait()
+    try:
+        torch.ones(200_000).add_(1)
+    except RuntimeError as error:
+        errors.append(error)
+
+torch.set_num_threads(4)
+torch.ones(200_000).add_(1)
+failed = 0
+for _ in range(20):
+    agent = os.getpid()
+    if os.fork() == 0:
+        streams = [os.open(os.devnull, os.O_WRONLY) for _ in range(3)]
+        worker.enter({"rank": 0, "env": {}}, agent, streams, [])
+        together, errors = threading.Barrier(8), []
+        threads = [threading.Thread(target=work) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        os._exit(len(errors))
+    failed += os.wait()[1] != 0
+print(failed)
+"""
+
+
+def test_threads_of_a_fork_may_compute_at_the_same_time() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True)
+    assert done.stdout == "0\n", done.stderr

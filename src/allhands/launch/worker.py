@@ -186,9 +186,11 @@ def enter(
     for fd in (out, err, *private):
         os.close(fd)
     os.environ.update(task["env"])
-    if "OMP_NUM_THREADS" in task["env"] and "torch" in sys.modules:
-        # It was imported with another number.
-        sys.modules["torch"].set_num_threads(int(task["env"]["OMP_NUM_THREADS"]))
+    if "torch" in sys.modules:
+        # It was imported with another number. The first call in a fork also renews PyTorch's pool
+        # of threads, and fails where two threads make it at the same time.
+        torch = sys.modules["torch"]
+        torch.set_num_threads(int(task["env"].get("OMP_NUM_THREADS", torch.get_num_threads())))
     horovod_alias.set_variables(task.get("horovod", {}))
     for name, value in task.get("defaults", {}).items():
         os.environ.setdefault(name, value)
