@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.timeouts import patience
+from tests.patience import patience
 
 CHROMIUM = shutil.which("chromium")
 

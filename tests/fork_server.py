@@ -28,6 +28,7 @@ from typing import Any
 
 from tests.fork_agents import let_agents_set_threads, set_environment, set_threads, spare_agent
 from tests.fork_hosts import Host
+from tests.patience import patience
 
 # Seconds for what a script has left behind to end by itself.
 _GRACE_S = 10.0
@@ -206,7 +207,7 @@ class _Server:
             processes = sys.modules["allhands.launch.processes"]
             left = processes.children(os.getpid())
             since = max(call.ended_at for call in ended.values())
-            if left and time.monotonic() < since + _GRACE_S:
+            if left and time.monotonic() < since + patience(_GRACE_S):
                 return
             if left:
                 self._end_what_is_left(left)

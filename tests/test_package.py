@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import allhands
-from tests.timeouts import patience
+from tests.patience import patience
 
 ROOT = Path(__file__).parents[1]
 HEAVY = ("torch", "numpy", "pydantic", "rich", "yaml", "sklearn", "torchmetrics", "tensorboard")

@@ -253,13 +253,3 @@ def _kill(find: Any) -> None:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         psutil.wait_procs(processes, timeout=0.5)
-
-
-def patience(seconds: float) -> float:
-    """Seconds that something may take on this machine now, if it may take so many on one with
-    nothing else to do.
-
-    A bound says that nothing waits for ever. On a machine whose cores are shared, all takes longer.
-    """
-    running = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
-    return seconds * max(1.0, max(running, os.getloadavg()[0]) / len(os.sched_getaffinity(0)))

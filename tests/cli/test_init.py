@@ -13,7 +13,7 @@ from allhands.cli.init import ProjectKind
 from allhands.cli.schema_file import schema_of_runs
 from allhands.config import RunConfig, read_run
 from tests.cli.projects import json_of, said
-from tests.timeouts import patience
+from tests.patience import patience
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 

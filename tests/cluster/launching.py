@@ -17,7 +17,7 @@ from typing import Any
 
 from tests.cluster.hosts import Hosts
 from tests.cluster.slurm import Slurm
-from tests.timeouts import patience
+from tests.patience import patience
 
 
 def allhands() -> list[str]:

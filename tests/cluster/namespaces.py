@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tests.cluster.machine import ROOT, SYSTEM_PATH, UNSHARE, call, claims, start_time, until
-from tests.timeouts import patience
+from tests.patience import patience
 
 DISK = "/srv/allhands"  # the private disk, at the same path on every host
 REPOSITORY = Path(__file__).parents[2]

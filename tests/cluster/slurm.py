@@ -27,7 +27,7 @@ from typing import Any
 from tests.cluster import hosts as from_namespaces
 from tests.cluster.hosts import Hosts
 from tests.cluster.machine import SYSTEM_PATH, call, until
-from tests.timeouts import patience
+from tests.patience import patience
 
 PROGRAMS = (
     "munged",

@@ -18,7 +18,7 @@ import pytest
 from allhands.planning.measured_links import read_links
 from tests.cluster.hosts import DISK, Hosts
 from tests.cluster.machine import call
-from tests.timeouts import patience
+from tests.patience import patience
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 

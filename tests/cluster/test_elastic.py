@@ -14,7 +14,7 @@ from tests.cluster.hosts import Hosts
 from tests.cluster.launching import Launch, allhands, shared_folder
 from tests.cluster.slurm import Slurm
 from tests.launch.elastic_jobs import SCRIPT, alone, assert_same, result
-from tests.timeouts import patience
+from tests.patience import patience
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 

@@ -14,7 +14,7 @@ import pytest
 from tests.cluster.hosts import Hosts
 from tests.cluster.launching import STEPS, Launch, shared_folder
 from tests.cluster.mpi import Mpi
-from tests.timeouts import patience
+from tests.patience import patience
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import DISK, Hosts, why_not
-from tests.timeouts import patience
+from tests.patience import patience
 
 pytestmark = [pytest.mark.timeout(420), pytest.mark.usefixtures("forked_python")]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hospitals"

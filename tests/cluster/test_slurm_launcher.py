@@ -12,7 +12,7 @@ import pytest
 
 from tests.cluster.launching import STEPS, WORKER_FAILURES, Launch, shared_folder
 from tests.cluster.slurm import Slurm
-from tests.timeouts import patience
+from tests.patience import patience
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 

@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from allhands import Loop, SupervisedRunner
+from tests.patience import patience
 from tests.reference import relative_difference
-from tests.timeouts import patience
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.cluster.hosts import DISK, Hosts
 from tests.cluster.launching import STEPS, WORKER_FAILURES, Launch, shared_folder
-from tests.timeouts import patience
+from tests.patience import patience
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 

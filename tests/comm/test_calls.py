@@ -22,7 +22,7 @@ from allhands.comm import calls
 from allhands.errors import WorkerError
 from allhands.launch import spawn, worker
 from allhands.world import World
-from tests.timeouts import patience
+from tests.patience import patience
 from tests.worlds import in_world
 
 QUICK = {"every": 0.1, "quiet": 0.3, "late": 1.0}

@@ -18,7 +18,7 @@ import pytest
 
 from tests.comm import mpi_groups, mpi_probes, mpi_training  # noqa: F401  (two add their probes)
 from tests.pages import run_page
-from tests.timeouts import patience
+from tests.patience import patience
 from tests.world.test_world_processes import clean_environ
 
 pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("forked_python")]

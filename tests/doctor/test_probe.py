@@ -25,7 +25,7 @@ from allhands.doctor.probe_network import interfaces
 from allhands.errors import HostError
 from allhands.launch.remote import AGENT_LINE, agent_words
 from allhands.wire.proof import GREETING
-from tests.timeouts import patience
+from tests.patience import patience
 
 pytestmark = pytest.mark.serial
 

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import allhands
 from allhands import Callback, EarlyStopping, SupervisedRunner, UserError, WorkerError
 from allhands.launch import spawn
+from tests.patience import patience
 from tests.runner.problems import arguments, classification, classifier
-from tests.timeouts import patience
 from tests.worlds import in_world
 
 pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("preloaded")]

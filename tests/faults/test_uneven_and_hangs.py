@@ -27,8 +27,8 @@ from allhands import DDP, Callback, SupervisedRunner, WorkerError
 from allhands.comm.host_sum import HostSum
 from allhands.loop import agreement
 from tests.faults.probes import Found, probe, refusal, size, slope_after, sum_of_means, train
+from tests.patience import patience
 from tests.reference import Slope, mean_output
-from tests.timeouts import patience
 
 pytestmark = pytest.mark.serial
 

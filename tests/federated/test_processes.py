@@ -26,7 +26,7 @@ from allhands.federated.team import Team
 from allhands.launch import spawn
 from allhands.loop import workers
 from tests.federated import simulating as sim
-from tests.timeouts import patience
+from tests.patience import patience
 
 pytestmark = [
     pytest.mark.serial,

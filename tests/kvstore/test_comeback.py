@@ -19,7 +19,7 @@ from allhands.kvstore.store import Share
 from allhands.kvstore.store_modes import mode_named
 from tests.kvstore.launching import ending_by_hand, launch_with_servers
 from tests.kvstore.serving import TOKEN, Job, job
-from tests.timeouts import patience
+from tests.patience import patience
 
 STEPS = 12
 

@@ -27,7 +27,7 @@ from allhands.launch import spawn
 from allhands.world import World
 from tests.kvstore.serving import Job, Weights, error_of, job, same, trained, weights_of
 from tests.kvstore.training import OPTIMIZERS, SIZES, by_hand, largest_difference, model, take_steps
-from tests.timeouts import patience
+from tests.patience import patience
 
 Hosts = Sequence[Sequence[int]]
 KIND = "dist_device_sync"

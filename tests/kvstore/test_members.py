@@ -31,7 +31,7 @@ from tests.kvstore.losing import (
     update,
 )
 from tests.kvstore.serving import job
-from tests.timeouts import patience
+from tests.patience import patience
 
 
 def _lost(store: ServedStore, how: str, clip: float | None) -> None:

@@ -22,7 +22,7 @@ from allhands.kvstore.store_modes import mode_named
 from allhands.kvstore.values import RowSparse
 from tests.kvstore.launching import ending_by_hand, launch_with_servers
 from tests.kvstore.serving import TOKEN, Job, job
-from tests.timeouts import patience
+from tests.patience import patience
 
 STEPS = 9
 SHAPES = {f"k{number}": (50 + number * 1000, 3) for number in range(4)}

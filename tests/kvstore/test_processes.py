@@ -21,7 +21,7 @@ from torch.distributed import TCPStore
 
 from allhands.kvstore.credentials import key
 from tests.launch.conftest import Job, mark, wait_until  # noqa: F401
-from tests.timeouts import patience
+from tests.patience import patience
 
 pytestmark = pytest.mark.serial
 

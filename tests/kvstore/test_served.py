@@ -17,7 +17,7 @@ from allhands.kvstore.chunks import Chunk
 from allhands.kvstore.shard import Shard
 from tests.kvstore.serving import error_of, job, same, trained, weights_of
 from tests.kvstore.training import OPTIMIZERS, by_hand, largest_difference, model, take_steps
-from tests.timeouts import patience
+from tests.patience import patience
 
 CLIP = 0.4
 

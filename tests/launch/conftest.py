@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from allhands.launch import idle_agents, plan
-from tests.timeouts import patience
+from tests.patience import patience
 
 MARKER = "ALLHANDS_TEST_JOB"
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.timeouts import patience
+from tests.patience import patience
 
 # How each worker is to be lost: words like "2@13:SIGKILL", the rank under which it was started, and
 # the steps (or "e1", the epoch whose evaluation follows) before it. "0@5:behind": rank 0 is told of

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.timeouts import patience
+from tests.patience import patience
 
 from .conftest import Job, wait_until
 from .elastic_jobs import SCRIPT, alone, assert_same, result

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.timeouts import patience
+from tests.patience import patience
 
 from .conftest import Job
 from .elastic_jobs import SCRIPT as OWN_STEPS

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.timeouts import patience
+from tests.patience import patience
 
 from .conftest import wait_until
 

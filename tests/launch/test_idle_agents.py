@@ -15,7 +15,7 @@ import pytest
 
 from allhands.errors import UserError, WorkerError
 from allhands.launch import idle_agents, spawn
-from tests.timeouts import patience
+from tests.patience import patience
 
 pytestmark = pytest.mark.serial
 

@@ -12,7 +12,7 @@ import pytest
 
 from allhands.errors import UserError
 from allhands.launch.join_client import address_of
-from tests.timeouts import patience
+from tests.patience import patience
 
 from .conftest import Job, wait_until
 from .elastic_jobs import SCRIPT, alone, assert_same, result

@@ -17,7 +17,7 @@ from allhands.errors import UserError
 from allhands.launch import Command
 from allhands.launch.hosts import HostSpec
 from allhands.launch.mpi import RANK, MpiLauncher, command_line, find_launcher
-from tests.timeouts import patience
+from tests.patience import patience
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 

@@ -23,7 +23,7 @@ from allhands.errors import AllhandsError, UserError, WorldError
 from allhands.launch import rendezvous, spawn
 from allhands.launch.nodes import NodeFollower
 from allhands.world import discovery
-from tests.timeouts import patience
+from tests.patience import patience
 
 from .conftest import told_servers
 

@@ -17,7 +17,7 @@ from allhands.launch.options import Options
 from allhands.launch.output import Output
 from allhands.launch.recovery import Recovery
 from allhands.launch.worker_report import Worker
-from tests.timeouts import patience
+from tests.patience import patience
 
 from .conftest import Job, wait_until
 

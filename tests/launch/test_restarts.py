@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.timeouts import patience
+from tests.patience import patience
 
 from .conftest import Job
 

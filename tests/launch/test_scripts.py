@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.timeouts import patience
+from tests.patience import patience
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 

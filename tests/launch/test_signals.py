@@ -14,7 +14,7 @@ import pytest
 
 from allhands.launch import processes
 from tests.launch.conftest import wait_until
-from tests.timeouts import patience
+from tests.patience import patience
 
 pytestmark = [
     pytest.mark.serial,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.timeouts import patience
+from tests.patience import patience
 
 pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("forked_python")]
 

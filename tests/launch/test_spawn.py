@@ -16,7 +16,7 @@ import pytest
 from allhands.errors import UserError, WorkerError
 from allhands.launch import idle_agents, ship, spawn, worker
 from allhands.launch.processes import children
-from tests.timeouts import patience
+from tests.patience import patience
 
 from .conftest import told_servers
 

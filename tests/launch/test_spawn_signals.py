@@ -13,7 +13,7 @@ import pytest
 
 from allhands.errors import WorkerError
 from allhands.launch import spawn, worker
-from tests.timeouts import patience
+from tests.patience import patience
 
 pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("shared_agent")]
 

@@ -15,7 +15,7 @@ from allhands.launch.handle import AgentHandle
 from allhands.launch.output import Output
 from allhands.launch.supervisor import Supervisor
 from allhands.wire import LineReader, encode
-from tests.timeouts import patience
+from tests.patience import patience
 
 ECHO = {"text": "RuntimeError: [pair.cc:534] Connection closed by peer [10.0.0.2]:40000"}
 

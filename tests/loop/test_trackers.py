@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import allhands
 from allhands import Federated, Logger, MLflowLogger, SupervisedRunner, UserError, WandbLogger
 from allhands.errors import WorldError
-from tests.timeouts import patience
+from tests.patience import patience
 from tests.worlds import in_world
 
 

@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from allhands import Callback, EarlyStopping, SupervisedRunner, UserError, WorkerError
+from tests.patience import patience
 from tests.runner.problems import arguments, classification, classifier
-from tests.timeouts import patience
 
 pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("preloaded")]
 

@@ -23,8 +23,8 @@ from allhands import KVStore, UserError
 from allhands.cli.run_training import train
 from allhands.config import read_run
 from allhands.loop import loop_checkpoints
+from tests.patience import patience
 from tests.runner.problems import arguments, classification, classifier, fit
-from tests.timeouts import patience
 
 pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("preloaded")]
 

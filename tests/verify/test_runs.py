@@ -14,7 +14,7 @@ import torch
 
 from allhands.errors import UserError
 from allhands.verify.runner_runs import RunnerRuns
-from tests.timeouts import patience
+from tests.patience import patience
 from tests.verify.problems import network, verified
 
 pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("preloaded")]

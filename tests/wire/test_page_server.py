@@ -14,7 +14,7 @@ import pytest
 
 from allhands.wire import page_server
 from allhands.wire.page_server import Answer, PageServer
-from tests.timeouts import patience
+from tests.patience import patience
 
 
 def answer(path: str) -> Answer | None:

@@ -10,7 +10,7 @@ import pytest
 
 from allhands.errors import WorldError
 from allhands.world import discovery
-from tests.timeouts import patience
+from tests.patience import patience
 
 HERE = ["127.0.0.1"]
 

@@ -15,7 +15,7 @@ import pytest
 
 from allhands.errors import UserError
 from allhands.world.failure_detector import heartbeat_timeout
-from tests.timeouts import patience
+from tests.patience import patience
 
 pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("forked_python")]
 

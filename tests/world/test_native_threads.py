@@ -20,7 +20,7 @@ from allhands.world.native_threads import (
     let_threads_end,
     wait_until_asleep,
 )
-from tests.timeouts import patience
+from tests.patience import patience
 
 needs_tasks = pytest.mark.skipif(not _TASKS.is_dir(), reason="no /proc/self/task here")
 

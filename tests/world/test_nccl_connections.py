@@ -11,7 +11,7 @@ import pytest
 from allhands.errors import WorldError
 from allhands.world import nccl_connections
 from allhands.world.nccl_connections import run_over_sockets
-from tests.timeouts import patience
+from tests.patience import patience
 
 
 def test_a_listener_that_nobody_connects_to_ends_once_it_is_given_up() -> None:

@@ -14,7 +14,7 @@ from torch.distributed import HashStore
 from allhands.errors import WorldError
 from allhands.world import regroup
 from allhands.world.regroup import KEY, OVER_KEY, Regrouping
-from tests.timeouts import patience
+from tests.patience import patience
 
 
 def _stuck(work: threading.Thread, left: threading.Event, seconds: float) -> list[str]:

@@ -23,7 +23,7 @@ import pytest
 
 import allhands
 from allhands.launch import spawn
-from tests.timeouts import patience
+from tests.patience import patience
 from tests.world import world_script
 
 SCRIPT = str(Path(__file__).with_name("world_script.py"))

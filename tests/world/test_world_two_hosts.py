@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.timeouts import patience
+from tests.patience import patience
 
 from .test_world_processes import SCRIPT, clean_environ
 

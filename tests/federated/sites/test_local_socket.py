@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from tests.timeouts import patience
+from tests.patience import patience
 
 pytest.importorskip("flwr")
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.timeouts import patience
+from tests.patience import patience
 
 pytest.importorskip("flwr")
 from flwr.app import ConfigRecord, Metadata, RecordDict

@@ -20,7 +20,7 @@ import torch
 
 import allhands
 from tests.examples.running import program
-from tests.timeouts import patience
+from tests.patience import patience
 
 pytestmark = [pytest.mark.serial, pytest.mark.slow, pytest.mark.usefixtures("forked_python")]
 

@@ -13,7 +13,7 @@ import pytest
 
 from allhands.errors import UserError
 from allhands.federated.sites import superexec
-from tests.timeouts import patience
+from tests.patience import patience
 
 SERVER = """
 import os, sys, time

@@ -15,7 +15,7 @@ import allhands.horovod.torch as hvd
 from allhands.horovod import collectives, lanes
 from tests.horovod.torch.test_ops import refused
 from tests.horovod.torch.test_rounds import Three, inputs, step_of
-from tests.timeouts import patience
+from tests.patience import patience
 from tests.worlds import in_world
 
 pytestmark = pytest.mark.serial

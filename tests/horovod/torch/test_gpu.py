@@ -17,7 +17,7 @@ from allhands.horovod import engine
 from allhands.launch import spawn
 from tests.horovod.torch.test_optimizer import batches, by_hand, loss_of, model, optimizers, weights
 from tests.horovod.torch.test_rounds import STEPS, Counted, failed
-from tests.timeouts import patience
+from tests.patience import patience
 
 pytestmark = [pytest.mark.gpu(2), pytest.mark.serial]
 

@@ -16,7 +16,7 @@ import torch
 import allhands.horovod.torch as hvd
 from allhands.errors import UserError
 from allhands.horovod import engine
-from tests.timeouts import patience
+from tests.patience import patience
 from tests.worlds import in_world
 
 SIZE = 3

@@ -15,7 +15,7 @@ from torch import nn
 import allhands.horovod.torch as hvd
 from allhands.errors import UserError
 from allhands.horovod import engine, lanes
-from tests.timeouts import patience
+from tests.patience import patience
 from tests.worlds import in_world
 
 pytestmark = pytest.mark.serial
