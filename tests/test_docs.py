@@ -67,8 +67,8 @@ def test_files_and_layers_that_the_architecture_names_exist():
     assert [path for path in paths if not (source / path).exists()] == []
     (shown,) = blocks(ROOT / "docs" / "idea.md", "text")
     layers = re.findall(r'^    "([^"]+)",$', pyproject.split("layers = [")[1].split("]")[0], re.M)
-    assert [set(re.split(r"\W+", line.split("  ")[0])) for line in shown.splitlines()][:-1] == [
-        set(re.findall(r"allhands\.(\w+)", layer)) for layer in layers[:-2]
+    assert [set(re.split(r"\W+", line.split("  ")[0])) for line in shown.splitlines()] == [
+        set(re.findall(r"allhands\.(\w+)", layer)) for layer in layers
     ]
 
 

@@ -44,8 +44,9 @@ def test_a_grid_is_trained_and_goes_on_where_it_was_stopped(project, capsys, mon
     ]  # fmt: skip
     assert "these data are bad" in (project / "logs/sweep/trial-002/output.txt").read_text()
     assert (project / "logs/sweep/sweep.png").read_bytes().startswith(b"\x89PNG")
-    # What is done is not done again.
-    good = (project / "samples.py").read_text().replace("if fails:", "if False:")
+    # What is done is not done again. The module is longer now: Python takes what it has compiled
+    # for a file of the same length and second.
+    good = (project / "samples.py").read_text().replace("if fails:", "if fails and False:")
     (project / "samples.py").write_text(good)
     again = said(capsys, *words)
     assert "trial-001:" not in again

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from allhands.atomic_write import atomic_write
 from allhands.errors import UserError
 
 
@@ -66,17 +66,13 @@ def export(
         for name, value in weights.items()
         if isinstance(value, torch.Tensor)
     }
-    aside = output.with_name(f".{output.name}.{os.getpid()}.part")
-    try:
+    with atomic_write(output) as aside:
         # Copies: two names of one tensor (tied weights) are two entries in the file.
         save_file(
             {name: value.clone() for name, value in tensors.items()},
             aside,
             metadata={"format": "pt", "epoch": str(state["epoch"]), "step": str(state["step"])},
         )
-        aside.replace(output)
-    finally:
-        aside.unlink(missing_ok=True)
     left_out = [name for name in state["model"] if name not in tensors]
     if left_out:
         print(f"left out, since they are no tensors: {', '.join(left_out)}")

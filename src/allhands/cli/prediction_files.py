@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from allhands.atomic_write import atomic_write
 from allhands.errors import UserError, kind_of
 
 ENDINGS = (".csv", ".parquet", ".npz")
@@ -110,8 +110,7 @@ def _pyarrow() -> Any:
 
 def write(path: Path, found: Predictions) -> None:
     """Write predictions, whole or not at all; the ending of `path` says the format."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}{path.suffix}")
-    try:
+    with atomic_write(path) as aside:
         if path.suffix == ".npz":
             np.savez(aside, **found.arrays())  # type: ignore[arg-type]
         elif path.suffix == ".parquet":
@@ -125,6 +124,3 @@ def write(path: Path, found: Predictions) -> None:
                 writer.writerows(
                     zip(*(column.tolist() for column in columns.values()), strict=True)
                 )
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)

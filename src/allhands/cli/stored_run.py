@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
+from allhands.atomic_write import atomic_write_text
 from allhands.runner import Callback
 
 NAME = "run.yml"
@@ -13,9 +13,7 @@ NAME = "run.yml"
 
 def store(folder: Path, text: str) -> None:
     """Write a run file into a logdir, whole or not at all."""
-    aside = folder / f".run.{os.getpid()}.part"
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(folder / NAME)
+    atomic_write_text(folder / NAME, text)
 
 
 class StoreRunFile(Callback):

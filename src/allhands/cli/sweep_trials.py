@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from allhands.atomic_write import atomic_write, atomic_write_text
 from allhands.cli.run_folder import read_folder
 from allhands.errors import UserError
 from allhands.launch.processes import gpus
@@ -170,17 +171,18 @@ class Trials:
         self._store()
 
     def _store(self) -> None:
-        aside = self.folder / f".trials.{os.getpid()}.part"
-        aside.write_text(json.dumps([vars(one) for one in self.found], indent=1), encoding="utf-8")
-        aside.replace(self.folder / "trials.json")
+        text = json.dumps([vars(one) for one in self.found], indent=1)
+        atomic_write_text(self.folder / "trials.json", text)
         keys = list(dict.fromkeys(key for one in self.found for key in one.values))
-        with aside.open("w", newline="", encoding="utf-8") as file:
+        with (
+            atomic_write(self.folder / "trials.csv") as aside,
+            aside.open("w", newline="", encoding="utf-8") as file,
+        ):
             writer = csv.writer(file)
             writer.writerow(["trial", "state", "value", "seconds", *keys])
             for one in self.found:
                 values = [one.values.get(key, "") for key in keys]
                 writer.writerow([one.name, one.state, one.value, one.seconds, *values])
-        aside.replace(self.folder / "trials.csv")
 
 
 def _another(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from allhands.atomic_write import atomic_write
 from allhands.errors import UserError, kind_of
 from allhands.horovod import engine, objects
 
@@ -99,9 +100,8 @@ class State:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self._commits == 1:  # what cannot be read again has to be known now, not after a failure
             objects.unpack(objects.pack(self._saved))
-        new = folder / f"new-{os.getpid()}"
-        objects.write({"commits": self._commits, "contents": self._saved}, new)
-        os.replace(new, folder / "commit")
+        with atomic_write(folder / "commit") as aside:
+            objects.write({"commits": self._commits, "contents": self._saved}, aside)
 
     def take_up(self) -> bool:
         """Read this host's commit, if there is one. The ranks may read different ones until

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save, save_file
 
+from allhands.atomic_write import atomic_write
 from allhands.errors import UserError
 from allhands.kvstore.optimizers import OptimizerSpec
 
@@ -56,8 +57,7 @@ def write_states(
 def write_file(target: Path, about: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
     """Write tensors, and what is none, into one safetensors file, which appears whole or not at
     all."""
-    aside = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
+    with atomic_write(target) as aside:
         save_file(
             {name: value.contiguous() for name, value in tensors.items()},
             aside,
@@ -65,9 +65,6 @@ def write_file(target: Path, about: Mapping[str, Any], tensors: Mapping[str, tor
         )
         with aside.open("rb") as written:
             os.fsync(written.fileno())
-        aside.replace(target)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

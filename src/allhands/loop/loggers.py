@@ -6,10 +6,12 @@ import csv
 import io
 import os
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from allhands.atomic_write import atomic_write_text
 from allhands.errors import UserError
 from allhands.loop import membership_log
 from allhands.loop.reporter import Reporter
@@ -116,9 +118,7 @@ class Loggers:
         writer = csv.DictWriter(text, columns, restval="")
         writer.writeheader()
         writer.writerows(self.rows)
-        aside = self._csv.with_name(f".metrics.{os.getpid()}.part")
-        aside.write_text(text.getvalue())
-        aside.replace(self._csv)
+        atomic_write_text(self._csv, text.getvalue())
 
     def close(self) -> None:
         """Flush and close the files. Without an error on its way, draw the curves."""
@@ -180,9 +180,8 @@ def prepare_logdir(logdir: Any) -> Path | None:
     path = Path(logdir).expanduser()
     try:
         path.mkdir(parents=True, exist_ok=True)
-        probe = path / f".write-test.{os.getpid()}"
-        probe.write_bytes(b"x")
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=path) as probe:
+            probe.write(b"x")
     except OSError as error:
         raise UserError(
             f"logdir={str(logdir)!r} cannot be written: {error.strerror or error} "

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import html
 import io
-import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from allhands.atomic_write import atomic_write_text
 from allhands.report.figures import FAINT, TEXT, new_figure, require_matplotlib
 
 #: The name of the page in a logdir.
@@ -39,7 +39,7 @@ _OF_OTHERS = re.compile(r"<!-- (\w+) -->.*?<!-- /\1 -->", re.DOTALL)
 
 def write_page(path: str | Path, title: str, about: str, sections: Iterable[str]) -> None:
     """Write a page, whole or not at all."""
-    _put(Path(path), document(title, about, sections))
+    atomic_write_text(Path(path), document(title, about, sections))
 
 
 def document(title: str, about: str, sections: Iterable[str], head: str = "") -> str:
@@ -71,14 +71,8 @@ def put_section(path: Path, part: str, mark: str) -> bool:
         return False
     text = path.read_text(encoding="utf-8")
     rest = _OF_OTHERS.sub(lambda found: "" if found[1] == mark else found[0], text)
-    _put(path, rest.replace("</body>", f"{part}</body>"))
+    atomic_write_text(path, rest.replace("</body>", f"{part}</body>"))
     return True
-
-
-def _put(path: Path, text: str) -> None:
-    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(path)
 
 
 def pairs(rows: Mapping[str, Any]) -> str:

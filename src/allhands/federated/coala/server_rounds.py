@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from allhands.atomic_write import atomic_write
 from allhands.comm import all_gather_text, broadcast_ints, broadcast_tensors
 from allhands.data import derive_seed, preserved_generators, seed_everything
 from allhands.errors import UserError, kind_of
@@ -281,9 +282,9 @@ class ServerRounds(Rounds):
         folder.mkdir(parents=True, exist_ok=True)
         task = f"{self.conf.task_id}_" if self.conf.task_id else ""
         path = folder / f"{task}global_model_r_{self.server.round}.pth"
-        aside = path.with_suffix(".tmp")
-        torch.save({name: value.cpu() for name, value in self.model().state_dict().items()}, aside)
-        aside.replace(path)
+        weights = {name: value.cpu() for name, value in self.model().state_dict().items()}
+        with atomic_write(path) as aside:
+            torch.save(weights, aside)
 
     # ------------------------------------------------------------------ testing
 

@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from allhands.atomic_write import atomic_write
 from allhands.errors import UserError
 
 #: The release whose commands, options and messages these modules were written for and tested with.
@@ -84,10 +85,9 @@ def write_commands(folder: Path, ours: Mapping[str, str]) -> Path:
             line = f'exec {shlex.quote(sys.executable)} -P -m {ours[name]} "$@"'
         else:
             line = f"echo {name}: allhands runs no such task >&2\nexit 1"
-        aside = place / f".{name}.part"
-        aside.write_text(f"#!/bin/sh\n{line}\n", encoding="utf-8")
-        aside.chmod(0o700)
-        aside.replace(place / name)
+        with atomic_write(place / name) as aside:
+            aside.write_text(f"#!/bin/sh\n{line}\n", encoding="utf-8")
+            aside.chmod(0o700)
     return place
 
 

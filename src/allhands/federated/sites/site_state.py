@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from allhands.atomic_write import atomic_write
 from allhands.errors import UserError
 
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -88,11 +89,9 @@ class SiteState:
         """Keep the vectors after a round, and let go of those that nobody can ask for."""
         place = self._place(run)
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
-        aside = place / f".{round_}.part"
-        save_file(
-            {name: vector.detach().cpu().contiguous() for name, vector in vectors.items()}, aside
-        )
-        aside.replace(self._file(run, round_))
+        found = {name: vector.detach().cpu().contiguous() for name, vector in vectors.items()}
+        with atomic_write(self._file(run, round_)) as aside:
+            save_file(found, aside)
         kept = self.rounds(run)
         taken = [
             number for number in kept if number < round_ and (since is None or number <= since)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
+from allhands.atomic_write import atomic_write
 from allhands.errors import UserError
 from allhands.launch import processes
 
@@ -88,8 +89,6 @@ def spawn(
 def write_secretly(path: Path, content: bytes) -> None:
     """Write a file that only its user can read; whoever looks meanwhile sees the one before, or
     none."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    aside.unlink(missing_ok=True)
-    with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)
-    aside.replace(path)
+    with atomic_write(path) as aside:
+        aside.touch(0o600, exist_ok=False)
+        aside.write_bytes(content)
