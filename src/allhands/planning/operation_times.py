@@ -41,8 +41,8 @@ class OperationTimes:
         known: also what was measured since.
         launch: seconds in which the host hands over one operation; None where that was not
             measured.
-        own: seconds of a step that code of a strategy takes on a processor beside its operations,
-            by its name.
+        own: seconds of a step that a strategy takes on a processor beside its operations, by its
+            name: for its own code, or for the exchange with its servers.
         workspaces: bytes that they take while they are computed, of those measured on a GPU.
         by_peaks: how many operations had no measured time.
     """

@@ -45,12 +45,10 @@ class Graph(Serial):
             )
         return why_not_fixed(work, server)
 
-    def _prepare(self, batches: list[torch.Tensor]) -> None:
-        for size in sorted({len(batch) for batch in batches} - set(self._recorded), reverse=True):
+    def _prepare(self, taken: torch.Tensor, sizes: list[int]) -> None:
+        """Captures a graph for each size, which reads the samples."""
+        for size in sorted(set(sizes) - set(self._recorded), reverse=True):
             self._recorded[size] = self._record(size)
-
-    def _taken_at_once(self, taken: torch.Tensor, sizes: list[int]) -> None:
-        """Graphs read the samples."""
 
     def _gradient(
         self, job: CohortMember, step: int, batch: torch.Tensor, keys: torch.Tensor

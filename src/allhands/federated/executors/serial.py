@@ -181,8 +181,7 @@ class Serial(Executor):
             taken = taken.to(server.device, non_blocking=True)
         batches = list(taken.split(sizes))
         keys = keys[: len(batches)]
-        self._prepare(batches)
-        self._taken = self._taken_at_once(taken, sizes)
+        self._prepare(taken, sizes)
         self.rows.copy_(start)
         server.layout.write_integers(server.integers, work.model)
         restart(self.optimizer)
@@ -219,13 +218,11 @@ class Serial(Executor):
             else None,
         )
 
-    def _prepare(self, batches: list[torch.Tensor]) -> None:
-        """Called with a client's batches before its weights are in the row."""
-
-    def _taken_at_once(self, taken: torch.Tensor, sizes: list[int]) -> list[Any] | None:
-        """The samples of all of a client's steps, read by one operation where they lie in memory
-        and are few; None where each step reads its own."""
-        return self.work.samples.take_all(taken, sizes)
+    def _prepare(self, taken: torch.Tensor, sizes: list[int]) -> None:
+        """Called with the indices of a client's samples and the sizes of its batches before its
+        weights are in the row: reads the samples of all steps by one operation where they lie in
+        memory and are few."""
+        self._taken = self.work.samples.take_all(taken, sizes)
 
     def _gradient(
         self, job: CohortMember, step: int, batch: torch.Tensor, keys: torch.Tensor
