@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import TensorDataset
 
-from allhands import Callback, ModelLoss, OverBatch, PerTarget
+from allhands import ModelLoss, OverBatch, PerTarget
 from tests.conformance import models, optimizers
+from tests.conformance.comparisons import averages_resumed, scales_and_weights
 from tests.conformance.criteria import (
     Distilled,
     GradientPenalty,
@@ -32,75 +32,21 @@ from tests.conformance.criteria import (
 )
 from tests.conformance.models import PLAN, mlp
 from tests.conformance.own_steps import OWN_STEPS
-from tests.conformance.table import GLOBAL_BATCH, Row, classes, features, labels, regression, values
-
-# ------------------------------------------------------------------ data
-
-
-def few() -> TensorDataset:
-    return TensorDataset(features(3), labels(3))
-
-
-def double_classes() -> TensorDataset:
-    """What BatchNorm makes of rounding is no matter here."""
-    return TensorDataset(features().double(), labels())
-
-
-def images() -> TensorDataset:
-    x = torch.randn(22, 2, 4, 4, generator=torch.Generator().manual_seed(0))
-    return TensorDataset(x.to(memory_format=torch.channels_last), labels())
-
-
-def sequences() -> list[Any]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(1 + i % 5, 2, generator=generator), labels()[i]) for i in range(22)]
-
-
-def padded(samples: list[Any]) -> Any:
-    lengths = torch.tensor([len(x) for x, _ in samples])
-    return (
-        pad_sequence([x for x, _ in samples], batch_first=True),
-        lengths,
-        torch.stack([y for _, y in samples]),
-    )
-
-
-def ignored() -> TensorDataset:
-    """Labels of which some do not count, more of them in the first samples."""
-    y = labels().clone()
-    y[:7:2] = -100
-    return TensorDataset(features(), y)
-
-
-def tokens() -> TensorDataset:
-    generator = torch.Generator().manual_seed(0)
-    x, y = (torch.randint(0, 7, (22, 6), generator=generator) for _ in range(2))
-    for i in range(22):
-        y[i, 1 + i * 5 % 6 :] = -100
-    return TensorDataset(x, y)
-
-
-def words() -> TensorDataset:
-    return TensorDataset(tokens().tensors[0], labels())
-
-
-def damaged() -> list[Any]:
-    """Samples of which a collate function drops some: all of a rank's in the first batch."""
-    return [None if i < 7 or i % 5 == 0 else (features()[i], labels()[i]) for i in range(22)]
-
-
-def kept(samples: list[Any]) -> Any:
-    whole = [sample for sample in samples if sample is not None]
-    return default_collate(whole) if whole else None
-
-
-def doubled(samples: list[Any]) -> Any:
-    """Two rows of a sample whose label is 0, as an augmentation in the collate function makes
-    them."""
-    return default_collate(
-        [row for x, y in samples for row in ([(x, y), (-x, y)] if y == 0 else [(x, y)])]
-    )
-
+from tests.conformance.samples import (
+    damaged,
+    double_classes,
+    doubled,
+    few,
+    ignored,
+    images,
+    kept,
+    overflowing,
+    padded,
+    sequences,
+    tokens,
+    words,
+)
+from tests.conformance.table import Row, classes, features, regression, values
 
 # ------------------------------------------------------------------ what is changed between epochs
 
@@ -153,127 +99,6 @@ def clipped_before_step(model: nn.Module) -> torch.optim.Optimizer:
         )
     )
     return optimizer
-
-
-# -------------------------------------------------------------- rows with a comparison of their own
-
-
-class Averages(Callback):
-    """Keeps a moving average of the model, as many do."""
-
-    def __init__(self) -> None:
-        self.kept: dict[str, torch.Tensor] = {}
-
-    def on_step_end(self, training: Any) -> None:
-        for name, value in training.model.state_dict().items():
-            if name in self.kept:
-                self.kept[name].mul_(0.8).add_(value.detach(), alpha=0.2)
-            else:
-                self.kept[name] = value.detach().clone()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"kept": self.kept}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.kept = state["kept"]
-
-
-def averages_resumed(row: Row, given: dict[str, Any]) -> float:
-    """Train an epoch, and go on from its checkpoint with new objects; the averages of both
-    epochs."""
-    from allhands.comm import all_gather_text
-    from allhands.world import current_world
-
-    given["callbacks"].append(Averages())
-    given["num_epochs"] = 1
-    row.runner(device="cpu").train(**given)
-    model = row.model()
-    again = Averages()
-    given |= {
-        "model": model,
-        "optimizer": row.optimizer(model),
-        "resume": "auto",
-        "num_epochs": row.epochs,
-    }
-    given["callbacks"] = [given["callbacks"][0], again]
-    row.runner(device="cpu").train(**given)
-    model, right = row.model(), Averages()
-    optimizer, criterion, data = row.optimizer(model), row.criterion(), row.data()
-    for _ in range(row.epochs):
-        for first in range(0, len(data), GLOBAL_BATCH):
-            x, y = data[first : first + GLOBAL_BATCH]
-            optimizer.zero_grad()
-            criterion(model(x), y).backward()
-            optimizer.step()
-            right.on_step_end(type("Now", (), {"model": model}))
-    whole = {
-        name: v.full_tensor() if hasattr(v, "full_tensor") else v for name, v in again.kept.items()
-    }
-    # On a pipeline a rank has the averages of its own layers.
-    world = current_world()
-    named = (
-        {name for text in all_gather_text(",".join(whole), world) for name in text.split(",")}
-        if world
-        else set(whole)
-    )
-    assert named == set(right.kept), named ^ set(right.kept)
-    worst = [
-        float((whole[name].double() - right.kept[name].double()).abs().max()) for name in whole
-    ]
-    apart = max(
-        float((given["model"].state_dict()[k] - v).abs().max())
-        for k, v in model.state_dict().items()
-    )
-    return max([apart, *worst])
-
-
-class Scales(Callback):
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def on_step_end(self, training: Any) -> None:
-        self.seen.append(training.loop.precision.scaler.get_scale())
-
-
-def overflowing() -> TensorDataset:
-    """One sample, of the last rank's share, whose gradient is too large for fp16 at the first
-    scales."""
-    x, y = features(24).clone(), values(24).clone()
-    y[11] = 60.0
-    return TensorDataset(x, y)
-
-
-def scales_and_weights(row: Row, given: dict[str, Any]) -> float:
-    """The loss scales of every step are those of one process; so are the weights, as far as fp16
-    tells them apart."""
-    scales = Scales()
-    given["callbacks"].append(scales)
-    row.runner(device="cpu").train(**given)
-    found = []
-    for pieces in (1, 2, 3, 4):  # what rounding does where gradients are added up over parts
-        model, scaler = row.model(), torch.amp.GradScaler("cpu")
-        optimizer, data, right = row.optimizer(model), row.data(), []
-        for _ in range(row.epochs):
-            for first in range(0, len(data), GLOBAL_BATCH):
-                x, y = data[first : first + GLOBAL_BATCH]
-                optimizer.zero_grad()
-                for piece in range(pieces):
-                    with torch.autocast("cpu", torch.float16):
-                        loss = row.criterion()(
-                            model(x.chunk(pieces)[piece]), y.chunk(pieces)[piece]
-                        )
-                    scaler.scale(loss / pieces).backward()
-                scaler.step(optimizer)
-                scaler.update()
-                right.append(scaler.get_scale())
-        found.append(model.state_dict())
-    assert min(right) < 2.0**16, "nothing overflowed"
-    assert scales.seen == right, f"scales {scales.seen}, right {right}"
-    noise = max(float((other[k] - found[0][k]).abs().max()) for other in found[1:] for k in other)
-    apart = max(
-        float((given["model"].state_dict()[k] - v).abs().max()) for k, v in found[0].items()
-    )
-    return apart / max(3 * noise, 1e-6) * row.tolerance
 
 
 # ------------------------------------------------------------------ the table
