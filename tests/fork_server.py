@@ -76,8 +76,8 @@ MOST_DESCRIPTORS = 250  # one message of Linux carries 253
 class _Call:
     """A script that runs."""
 
-    def __init__(self, client: socket.socket) -> None:
-        self.client = client
+    def __init__(self, client: socket.socket, on_host: bool) -> None:
+        self.client, self.on_host = client, on_host
         self.status: int | None = None
         self.ended_at = 0.0
 
@@ -158,7 +158,7 @@ class _Server:
         host.close()
         for end in ends:
             os.close(end)
-        self.calls[pid] = _Call(client)
+        self.calls[pid] = _Call(client, host.is_other)
         self.poll.register(client, select.POLLIN)
         return None
 
@@ -199,8 +199,14 @@ class _Server:
 
     def _answer(self) -> None:
         """Tell the clients whose scripts have ended, with all that they started. What is left while
-        others run is the business of the last one."""
+        others run is the business of the last one.
+
+        Those on hosts are told at once: a connection to a host ends after them, and is itself what
+        a script has started here. What is left on hosts is the business of their tests.
+        """
         ended = {pid: call for pid, call in self.calls.items() if call.status is not None}
+        for pid in [pid for pid, call in ended.items() if call.on_host]:
+            self._tell(pid, ended.pop(pid))
         if not ended:
             return
         if len(ended) == len(self.calls):
@@ -212,12 +218,15 @@ class _Server:
             if left:
                 self._end_what_is_left(left)
         for pid, call in ended.items():
-            with contextlib.suppress(OSError):
-                call.client.send(b"%d" % call.status)
-            with contextlib.suppress(KeyError):
-                self.poll.unregister(call.client)
-            call.client.close()
-            del self.calls[pid]
+            self._tell(pid, call)
+
+    def _tell(self, pid: int, call: _Call) -> None:
+        with contextlib.suppress(OSError):
+            call.client.send(b"%d" % call.status)
+        with contextlib.suppress(KeyError):
+            self.poll.unregister(call.client)
+        call.client.close()
+        del self.calls[pid]
 
     def _end_what_is_left(self, pids: list[int]) -> None:
         for pid in pids:
