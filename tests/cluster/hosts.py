@@ -23,8 +23,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tests.cluster.host_files import users
 from tests.cluster.machine import ROOT, call, claims, why_not
-from tests.cluster.namespaces import DISK, Namespaces, sweep, users
+from tests.cluster.namespaces import DISK, Namespaces, sweep
 
 __all__ = ["DISK", "Hosts", "why_not"]
 

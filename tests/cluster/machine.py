@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import functools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -41,6 +42,11 @@ UNSHARE = (
     "--fork",
     "--kill-child=KILL",
     "--mount-proc",
+)
+# Variables of launchers, which no host inherits.
+FOREIGN = re.compile(
+    r"(SLURM|SBATCH|SRUN|PMI|PMIX|OMPI|MPI|HYDRA)_|"
+    r"(RANK|LOCAL_RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|SSH_AUTH_SOCK)$"
 )
 
 

@@ -18,8 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.cluster.hosts import Hosts
-from tests.cluster.machine import SYSTEM_PATH
-from tests.cluster.namespaces import FOREIGN
+from tests.cluster.machine import FOREIGN, SYSTEM_PATH
 
 NAMES = ("openmpi", "mpich")
 VENV = Path(sys.prefix)

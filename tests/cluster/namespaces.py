@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -16,75 +15,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from tests.cluster.machine import ROOT, SYSTEM_PATH, UNSHARE, call, claims, start_time, until
+from tests.cluster import host_files
+from tests.cluster.machine import (
+    FOREIGN,
+    ROOT,
+    SYSTEM_PATH,
+    UNSHARE,
+    call,
+    claims,
+    start_time,
+    until,
+)
 from tests.patience import patience
 
 DISK = "/srv/allhands"  # the private disk, at the same path on every host
-REPOSITORY = Path(__file__).parents[2]
-FOREIGN = re.compile(
-    r"(SLURM|SBATCH|SRUN|PMI|PMIX|OMPI|MPI|HYDRA)_|"
-    r"(RANK|LOCAL_RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|SSH_AUTH_SOCK)$"
-)
-
-# Variables of all tests (the Makefile, tests/conftest.py) that hold on the hosts too.
-OF_THE_TESTS = ("ALLHANDS_TEST_RUN", "OMP_WAIT_POLICY")
-
-# The first process of a host; it ends as its sshd, which also reaps orphans. A folder with code
-# under /tmp stays visible. /sys is mounted again, or /sys/class/net lists the driver's interfaces;
-# that hides the cgroups, which slurmd wants to see.
-INIT = r"""
-set -e
-hostname "$HOST_NAME"
-for file in hosts passwd shadow; do mount --bind "$HOST_FOLDER/$file" "/etc/$file"; done
-[ ! -f /root/.bashrc ] || mount --bind "$HOST_FOLDER/bashrc" /root/.bashrc
-n=0; for path in $HOST_KEEP; do n=$((n+1)); mount --rbind "$path" "$HOST_FOLDER/keep$n"; done
-mount -t tmpfs -o mode=1777 tmpfs /tmp
-n=0
-for path in $HOST_KEEP; do
-  n=$((n+1)); mkdir -p "$path"; mount --rbind "$HOST_FOLDER/keep$n" "$path"
-done
-mount -t tmpfs -o mode=1777 tmpfs /dev/shm
-mount -t tmpfs tmpfs /srv
-mkdir -p "$HOST_DISK"
-mount --bind "$HOST_FOLDER/disk" "$HOST_DISK"
-if [ -d /sys/fs/cgroup ]; then mount --rbind /sys/fs/cgroup "$HOST_FOLDER/cgroup"; fi
-mount -t sysfs sysfs /sys
-if [ -d /sys/fs/cgroup ]; then mount --rbind "$HOST_FOLDER/cgroup" /sys/fs/cgroup; fi
-ip link set lo up
-read -r eth0_is_there
-ip addr add "$HOST_ADDRESS/24" dev eth0
-ip link set eth0 up
-exec /usr/sbin/sshd -D -e -f "$HOST_FOLDER/sshd_config" </dev/null
-"""
-
-SSHD = """ListenAddress {address}
-Port 22
-Port 2222
-HostKey {folder}/host_key
-AuthorizedKeysFile {root}/id.pub
-PasswordAuthentication no
-KbdInteractiveAuthentication no
-UsePAM no
-PermitRootLogin prohibit-password
-KexAlgorithms curve25519-sha256
-PidFile none
-PrintMotd no
-UseDNS no
-MaxStartups 100
-MaxSessions 100
-Subsystem sftp internal-sftp
-SetEnv {environment}
-"""
-
-
-def users(shell: str | None) -> str:
-    """The text of /etc/passwd with this login shell for root; None is bash."""
-    return re.sub(
-        r"^(root:.*:)[^:]*$",
-        rf"\g<1>{shell or '/bin/bash'}",
-        Path("/etc/passwd").read_text(),
-        flags=re.MULTILINE,
-    )
 
 
 def sweep() -> None:
@@ -215,83 +159,19 @@ class Namespaces:
 
     def _write_files(self) -> None:
         Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # sshd wants it
-        folders = [self.folder, *(self.folder / name for name in self.names)]
-        keep = self._keep()
-        for folder in folders[1:]:
-            for sub in ("disk", "cgroup", *(f"keep{place + 1}" for place in range(len(keep)))):
-                (folder / sub).mkdir(parents=True)
-        keys = [folder / ("id" if folder is self.folder else "host_key") for folder in folders]
-        making = [
-            subprocess.Popen(
-                ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "test", "-f", str(key)]
-            )
-            for key in keys
-        ]
-        if any(process.wait() for process in making):
-            raise RuntimeError("ssh-keygen failed")
+        addresses = {**self.address, "driver": self.driver_address}
         for name in self.names:
-            folder = self.folder / name
-            # Own name: Debian's trap. The ::ffff: lines are for c10d, which looks up the name of
-            # every peer.
-            others = [
-                f"{a} {n}\n::ffff:{a} {n}\n"
-                for n, a in {**self.address, "driver": self.driver_address}.items()
-                if n != name
-            ]
-            own = f"127.0.0.1 localhost\n127.0.1.1 {name}\n" + "".join(
-                f"{v6}{self.address[name]} {name}.lan\n" for v6 in ("", "::ffff:")
-            )
-            (folder / "hosts").write_text(own + "".join(others))
-            (folder / "bashrc").touch()  # the driver's costs time at every connection
-            (folder / "passwd").write_text(users(None))
-            # Not a locked account, which sshd refuses.
-            (folder / "shadow").write_text("root:*:19000:0:99999:7:::\n")
-            (folder / "shadow").chmod(0o600)
-            kept = [f"{key}={os.environ[key]}" for key in OF_THE_TESTS if key in os.environ]
-            environment = " ".join(f'"{setting}"' for setting in (f"PATH={self.path}", *kept))
-            text = SSHD.format(
-                address=self.address[name], folder=folder, root=self.folder, environment=environment
-            )
-            (folder / "sshd_config").write_text(text)
+            host_files.write_host(self.folder / name, addresses, self.path)
+        keys = [self.folder / name / "host_key" for name in self.names]
+        host_files.make_keys([self.folder / "id", *keys])
         keys_of = {name: (self.folder / name / "host_key.pub").read_text() for name in self.names}
         self._known = {name: f"{name},{self.address[name]} {key}" for name, key in keys_of.items()}
         self.write_known_hosts(self.names)
-        each = "".join(
-            f"Host {name}\n  HostName {self.address[name]}\n  HostKeyAlias {name}\n"
-            for name in self.names
-        )
-        # No BatchMode, timeouts or StrictHostKeyChecking: a launcher has to bring its own, as with
-        # a user's plain configuration.
-        (self.folder / "config").write_text(
-            f"{each}Host *\n  User root\n  IdentityFile {self.folder}/id\n  IdentitiesOnly yes\n"
-            f"  UserKnownHostsFile {self.folder}/known_hosts\n  GlobalKnownHostsFile /dev/null\n"
-        )
-        (self.folder / "bin").mkdir()
-        for tool in (
-            "ssh",
-            "scp",
-            "sftp",
-        ):  # OpenSSH does not look at $HOME: only -F makes it read this configuration
-            script = self.folder / "bin" / tool
-            script.write_text(
-                f"#!/bin/sh\nexec {shutil.which(tool, path=SYSTEM_PATH)} -F {self.folder}/config "
-                '"$@"\n'
-            )
-            script.chmod(0o755)
+        host_files.write_client(self.folder, self.address)
 
     def write_known_hosts(self, names: Sequence[str]) -> None:
         """Let the driver and the hosts know the keys of these hosts only."""
         (self.folder / "known_hosts").write_text("".join(self._known[name] for name in names))
-
-    def _keep(self) -> list[str]:
-        """Folders with code that lie under /tmp, which each host has its own of."""
-        return sorted(
-            {
-                str(path)
-                for path in (REPOSITORY, Path(sys.prefix), Path(sys.base_prefix))
-                if path.is_relative_to("/tmp")
-            }
-        )
 
     def _start(self, names: Sequence[str]) -> None:
         """Start hosts that are down: namespaces, then the wires into them, then their sshd."""
@@ -327,18 +207,18 @@ class Namespaces:
 
     def _namespaces(self, name: str) -> subprocess.Popen[bytes]:
         environment = {
-            **{key: os.environ[key] for key in OF_THE_TESTS if key in os.environ},
+            **host_files.variables_of_tests(),
             "PATH": SYSTEM_PATH,
             "HOST_NAME": name,
             "HOST_FOLDER": str(self.folder / name),
             "HOST_ADDRESS": self.address[name],
             "HOST_DISK": DISK,
-            "HOST_KEEP": " ".join(self._keep()),
+            "HOST_KEEP": " ".join(host_files.folders_of_code()),
         }
         leash = [] if self.persist else ["setpriv", "--pdeathsig", "KILL"]
         with (self.folder / name / "log").open("ab") as log:
             return subprocess.Popen(
-                [*leash, *UNSHARE, "sh", "-c", INIT],
+                [*leash, *UNSHARE, "sh", "-c", host_files.INIT],
                 env=environment,
                 cwd="/",
                 stdin=subprocess.PIPE,
