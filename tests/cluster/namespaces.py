@@ -114,11 +114,8 @@ class Namespaces:
                 raise RuntimeError(
                     f"a cluster with the label {self.label!r} is up already ({self.folder})"
                 )
-            taken = (
-                call("ip", "-o", "-4", "addr")
-                + call("ip", "-4", "route")
-                + call("ip", "-o", "link")
-            )
+            questions = ("-o", "-4", "addr"), ("-4", "route"), ("-o", "link")
+            taken = "".join(call("ip", *words) for words in questions)
             for number in range(250):
                 subnet = self._subnet or f"10.213.{number}"
                 if f" {subnet}." not in taken and f" ah{number}:" not in taken:
