@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from allhands import UserError
-from allhands.planning.machines import CARDS, bytes_of, card_named, links_named
+from allhands.planning.machines import CARDS, bytes_of, card_for, card_named, card_of, links_named
 
 
 @pytest.mark.parametrize(
@@ -47,3 +47,36 @@ def test_an_operation_is_as_slow_as_what_it_computes_or_moves() -> None:
     assert card.seconds(10**15, 1, 2) == pytest.approx(10**15 / (0.8 * 989e12))
     assert card.seconds(1, 10**12, 2) == pytest.approx(10**12 / (0.8 * 3.35e12))
     assert card.seconds(10**15, 1, 4) > card.seconds(10**15, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("device", "card"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("Tesla T4", "t4"),
+        ("cpu", "cpu"),
+        ("NVIDIA L40", None),
+    ],
+)
+def test_cards_are_known_by_the_names_that_pytorch_gives_them(
+    device: str, card: str | None
+) -> None:
+    found = card_of(device)
+    assert (None if found is None else found.name) == card
+
+
+def test_a_plan_is_for_the_card_whose_operations_were_measured() -> None:
+    assert card_for(None, None) == "h100"
+    assert card_for(None, "NVIDIA H200") == "h200"
+    assert card_for("H200", "NVIDIA H200") == "h200"
+    assert card_for("a10", "NVIDIA L40") == "a10"
+    assert card_for("cpu", "cpu") == "cpu"
+    with pytest.raises(UserError, match="were measured on NVIDIA H200, and the plan is for a100"):
+        card_for("a100", "NVIDIA H200")
+    for card in (None, "h100"):
+        with pytest.raises(UserError, match="measured on a processor say nothing of h100"):
+            card_for(card, "cpu")

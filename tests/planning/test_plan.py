@@ -209,6 +209,28 @@ def test_the_command_plans_a_run_file(capsys: pytest.CaptureFixture[str]) -> Non
     assert "did you mean 'a100'?" in capsys.readouterr().err
 
 
+def test_the_command_takes_no_measurements_of_another_device(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text('{"device": "NVIDIA H200", "torch": "2.13", "operations": {}, "own": {}}')
+    assert run(["plan", "--gpus", "2", "--profile", str(path)]) == 0
+    assert "2 x h100" in capsys.readouterr().out  # no operation was measured
+    path.write_text(path.read_text().replace('"operations": {}', '"operations": {"add": 1e-6}'))
+    assert run(["plan", "--gpus", "2", "--profile", str(path)]) == 0
+    assert "2 x h200" in capsys.readouterr().out
+    assert run(["plan", "--gpus", "2", "--card", "a100", "--profile", str(path)]) == 2
+    assert "were measured on NVIDIA H200, and the plan is for a100" in capsys.readouterr().err
+    with pytest.raises(UserError, match="the times are of h200, and the plan is for h100"):
+        plan(2, times=OperationTimes(card_named("h200")))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="measures on the GPU")
+def test_a_processor_is_not_measured_for_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--gpus", "2", "--measure"]) == 2
+    assert "measured on a processor say nothing of h100" in capsys.readouterr().err
+
+
 def test_processors_are_planned_by_real_steps_and_measured_operations(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="'cpu' has no published peaks; write --measure"):
         plan(2, card="cpu")

@@ -25,8 +25,14 @@ def plan(
     config: RunFiles = None,
     gpus: Annotated[int, typer.Option("--gpus", help="How many GPUs.", min=1)] = 8,
     card: Annotated[
-        str, typer.Option("--card", help="Of which kind: h200, h100, a100, l40s, rtx4090, …")
-    ] = "h100",
+        str | None,
+        typer.Option(
+            "--card",
+            help="Of which kind: h200, h100, a100, l40s, rtx4090, …; default: the one that is "
+            "measured, or h100.",
+            show_default=False,
+        ),
+    ] = None,
     memory: Annotated[
         str | None,
         typer.Option(
@@ -107,7 +113,7 @@ def plan(
     if strategy is not None and strategy.name == "federated":
         of_gpus = {
             "--gpus": gpus != 8,
-            "--card": card != "h100",
+            "--card": card is not None,
             "--memory": memory is not None,
             "--link": link is not None,
             "--per-host": per_host != 8,
@@ -136,7 +142,7 @@ def plan(
     found = plan_training(
         **_definition(run_file),
         gpus=gpus,
-        card=card,
+        card=times.card.name,
         memory=memory,
         link=link or _measured(profile) or "nvlink+ib400",
         per_host=per_host,
@@ -212,13 +218,15 @@ def _objects(run_file: RunFile, model: Any) -> dict[str, Any]:
     }
 
 
-def _times(card: str, measure: bool, profile: Path | None) -> OperationTimes:
+def _times(card: str | None, measure: bool, profile: Path | None) -> OperationTimes:
     import torch
 
-    from allhands.planning.machines import card_named
+    from allhands.planning.machines import card_for, card_named
     from allhands.planning.operation_times import (
         OperationTimes,
+        device_name,
         read_correction,
+        read_device,
         read_launch,
         read_own,
         read_times,
@@ -231,7 +239,9 @@ def _times(card: str, measure: bool, profile: Path | None) -> OperationTimes:
     there = profile is not None and (profile.exists() or not measure)
     known = read_times(profile) if there and profile is not None else {}
     correction = read_correction(profile) if there and profile is not None else ALONE
-    times = OperationTimes(card_named(card), known, device, correction)
+    for name in (device_name(device), read_device(profile) if there and profile else None):
+        card = card_for(card, name) if name is not None else card
+    times = OperationTimes(card_named(card or "h100"), known, device, correction)
     if there and profile is not None:
         times.launch, times.own = read_launch(profile), read_own(profile)
     return times

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -158,6 +159,45 @@ def card_named(name: str) -> Card:
             f"card '{name}' is not known{did_you_mean(name, CARDS)} Known are: {', '.join(CARDS)}"
         )
     return found
+
+
+def card_of(device: str) -> Card | None:
+    """The card that PyTorch calls so ("NVIDIA H200", "cpu"); None where it is of another kind."""
+    words = re.split(r"[\s-]+", device.lower())
+    words += ["".join(pair) for pair in itertools.pairwise(words)]
+    found = next((CARDS[word] for word in words if word in CARDS), None)
+    smaller = "" if found is None else f"{found.name}-{found.memory / 2 / _GIGA:.0f}"
+    is_smaller = any(word == f"{smaller.rpartition('-')[2]}gb" for word in words)
+    return CARDS[smaller] if is_smaller and smaller in CARDS else found
+
+
+def card_for(name: str | None, device: str | None) -> str:
+    """The name of the card of a plan.
+
+    Args:
+        name: as it was asked for; None takes the one whose times are known, or "h100".
+        device: on which operations were or will be measured, by PyTorch's name; None: they were
+            not.
+
+    Raises:
+        UserError: it is another one than that whose times are known.
+    """
+    measured = None if device is None else card_of(device)
+    if name is None and measured is not None and measured.name != CPU:
+        return measured.name
+    asked = card_named(name or "h100")
+    if measured is None or measured.name == asked.name:
+        return asked.name
+    if measured.name == CPU:
+        raise UserError(
+            f"operations measured on a processor say nothing of {asked.name}. Plan for processors: "
+            "--card cpu; or measure on a machine with the GPU, with --measure --profile FILE, and "
+            "read that file here; or leave both out, for the card's published peaks"
+        )
+    raise UserError(
+        f"the operations were measured on {device}, and the plan is for {asked.name}; leave out "
+        f"--card, or the measurements"
+    )
 
 
 def links_named(text: str) -> Links:

@@ -152,6 +152,20 @@ def read_times(path: Path) -> dict[str, float]:
         ) from None
 
 
+def device_name(device: torch.device | None) -> str | None:
+    """What PyTorch calls a GPU; of a processor "cpu"."""
+    if device is None or device.type != "cuda":
+        return None if device is None else device.type
+    return torch.cuda.get_device_name(device)
+
+
+def read_device(path: Path) -> str | None:
+    """On which device the operations were measured that `write_times` has written, by PyTorch's
+    name; None where it has none."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return str(found["device"]) if found.get("operations") and "device" in found else None
+
+
 def read_correction(path: Path) -> StepCorrection:
     """What `write_times` has written of real steps; none where it has nothing."""
     found = json.loads(path.read_text(encoding="utf-8")).get("correction", {})
@@ -172,10 +186,12 @@ def read_launch(path: Path) -> float | None:
 
 def write_times(path: Path, times: OperationTimes) -> None:
     """Write down what was measured, for machines without the card, beside links that are there."""
-    device = times.device
-    name = torch.cuda.get_device_name(device) if device and device.type == "cuda" else str(device)
     found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    found |= {"device": name, "torch": torch.__version__, "operations": times.known}
+    found |= {
+        "device": device_name(times.device),
+        "torch": torch.__version__,
+        "operations": times.known,
+    }
     if times.launch is not None:
         found["launch"] = times.launch
     found["own"] = times.own

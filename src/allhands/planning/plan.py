@@ -221,6 +221,11 @@ def plan(
         keeps_outputs=keeps_outputs,
     )
     times = times or OperationTimes(chosen)
+    if times.card.name != chosen.name:
+        raise UserError(
+            f"the times are of {times.card.name}, and the plan is for {chosen.name}; write "
+            f"card={times.card.name!r}"
+        )
     if chosen.name == CPU:
         if times.device is not None:
             keep_freed_memory(os.environ)  # as workers do
