@@ -102,7 +102,7 @@ def _strategies(gpus: int, per_host: int) -> Iterator[tuple[Strategy, dict[str, 
     within = min(gpus, per_host)
     hosts = gpus // within
     whole = hosts * within == gpus and hosts > 1
-    if whole:
+    if whole and within > 1:
         dp = {"replicate": hosts, "shard": within}
         yield Mesh(dp=dp), {"name": "mesh", "dp": dp}
     if gpus <= per_host:
@@ -110,12 +110,15 @@ def _strategies(gpus: int, per_host: int) -> Iterator[tuple[Strategy, dict[str, 
         yield Pipeline(), {"name": "pipeline"}
     if not whole:
         return
-    yield Mesh(dp=hosts, tp=within), {"name": "mesh", "dp": hosts, "tp": within}
-    dp = {"replicate": 1, "shard": hosts}
-    yield Mesh(dp=dp, tp=within), {"name": "mesh", "dp": dp, "tp": within}
+    if within > 1:
+        yield Mesh(dp=hosts, tp=within), {"name": "mesh", "dp": hosts, "tp": within}
+        dp = {"replicate": 1, "shard": hosts}
+        yield Mesh(dp=dp, tp=within), {"name": "mesh", "dp": dp, "tp": within}
     stages = next((n for n in (8, 4, 2) if n <= gpus and gpus % n == 0), 1)
-    if stages > 1:
-        copies = gpus // stages
+    copies = gpus // stages
+    if copies == 1:
+        yield Pipeline(), {"name": "pipeline"}
+    elif stages > 1:
         yield Mesh(pp=stages, dp=copies), {"name": "mesh", "pp": stages, "dp": copies}
 
 
