@@ -144,6 +144,16 @@ def test_an_unknown_key_is_refused_with_the_nearest(write):
     assert "num_epochs" in text  # the list
 
 
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [("batch_size=3", "data.batch_size"), ("tp=2", "mesh.tp"), ("lr=0.1", "optimizer.lr")],
+)
+def test_a_key_of_a_section_is_named_with_it(write, override, key):
+    assert message([write("num_epochs: 3\n")], [override]).endswith(
+        f"there is no such key; write {key}"
+    )
+
+
 def test_an_unknown_key_of_a_section(write):
     assert (
         "line 1: data.batch_sise = 3: there is no such key; did you mean 'batch_size'?"

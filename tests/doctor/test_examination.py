@@ -114,7 +114,7 @@ def test_inside_slurm_without_srun(
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
     monkeypatch.setenv("PATH", str(tmp_path))
-    words = ["doctor", "--json", "--no-all-reduce", "--dir", str(tmp_path)]
+    words = ["doctor", "--json", "--no-allreduce", "--dir", str(tmp_path)]
     assert run(words) == 1
     (slurm,) = [
         one for one in json.loads(capfd.readouterr().out)["findings"] if one["check"] == "slurm"

@@ -45,7 +45,12 @@ def doctor(
         str | None, typer.Option(help="The Python on the hosts. Default: the path of this one.")
     ] = None,
     all_reduce: Annotated[
-        bool, typer.Option(help="Start workers and run a real all-reduce.")
+        bool,
+        typer.Option(
+            "--all-reduce/--no-all-reduce",
+            "--allreduce/--no-allreduce",
+            help="Start workers and run a real all-reduce.",
+        ),
     ] = True,
     gpus: Annotated[
         bool,

@@ -267,7 +267,9 @@ def _describe(
     if error["type"] == "extra_forbidden":
         section = _section_at(path[:-1])
         names = section.model_fields if section is not None else ()
-        return _message(origins, values, path, f"there is no such key; {nearest(path[-1], names)}")
+        inside = _sections_with(path[-1]) if len(path) == 1 else []
+        hint = f"write {' or '.join(inside)}" if 0 < len(inside) < 3 else nearest(path[-1], names)
+        return _message(origins, values, path, f"there is no such key; {hint}")
     if error["type"] == "missing":
         return _message(origins, values, path, "this key must be given")
     if error["type"] in ("model_type", "model_attributes_type"):
@@ -321,6 +323,20 @@ def _section_at(path: Iterable[str]) -> type[BaseModel] | None:
             return None
         section = found
     return section
+
+
+# Options that most optimizers have; the section takes any.
+_OF_OPTIMIZERS = ("lr", "momentum", "weight_decay", "betas", "eps")
+
+
+def _sections_with(key: str) -> list[str]:
+    """The key with each section of a run file that has it."""
+    if key in _OF_OPTIMIZERS:
+        return [f"optimizer.{key}"]
+    sections = ((name, _section_at([name])) for name in RunConfig.model_fields)
+    return [
+        f"{name}.{key}" for name, one in sections if one is not None and key in one.model_fields
+    ]
 
 
 def _kind(value: Any) -> str:
