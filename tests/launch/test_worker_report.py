@@ -110,6 +110,18 @@ def test_report_names_rank_host_cause_lines_and_the_stopped() -> None:
     ]
 
 
+def test_a_package_whose_calls_are_here_is_answered_with_how_to_have_them() -> None:
+    for package, instead in {
+        "horovod": "start it with allhands launch --horovod",
+        "catalyst": "from allhands.catalyst import",
+        "coala": "import allhands.federated as coala",
+        "mxnet": "from allhands import kvstore as kv",
+    }.items():
+        text = f"ModuleNotFoundError: No module named '{package}'"
+        one = Worker(0, "node7", pid=42, raised={"text": text}, raised_at=1.0)
+        assert instead in describe(one, [one], None, 5.0, with_traceback=False).splitlines()[1]
+
+
 def test_an_abort_after_the_end_is_told_as_what_it_is() -> None:
     worker = Worker(
         1, "h", leaving=0, leaving_at=9.0, exit={"signal": int(signal.SIGABRT)}, exit_at=9.5

@@ -267,8 +267,8 @@ def _describe(
     if error["type"] == "extra_forbidden":
         section = _section_at(path[:-1])
         names = section.model_fields if section is not None else ()
-        inside = _sections_with(path[-1]) if len(path) == 1 else []
-        hint = f"write {' or '.join(inside)}" if 0 < len(inside) < 3 else nearest(path[-1], names)
+        meant = _sections_with(path[-1]) if len(path) == 1 else []
+        hint = f"write {' or '.join(meant)}" if 0 < len(meant) < 3 else nearest(path[-1], names)
         return _message(origins, values, path, f"there is no such key; {hint}")
     if error["type"] == "missing":
         return _message(origins, values, path, "this key must be given")

@@ -29,6 +29,14 @@ _LOST_PEER = (
     "the members of the world have changed again",
 )
 
+# What to do where a script imports a package whose calls are here.
+_HERE = {
+    "horovod": "start it with allhands launch --horovod, and `import horovod` finds what is here",
+    "catalyst": "write `from allhands.catalyst import dl, metrics` (docs/migrate_catalyst.md)",
+    "coala": "write `import allhands.federated as coala` (docs/migrate_coala.md)",
+    "mxnet": "write `from allhands import kvstore as kv` (docs/kvstore.md)",
+}
+
 _STATES = {
     "T": "it is stopped (state T), by SIGSTOP or a debugger",
     "D": "it waits in the kernel (state D), as for a disk or a network file system that does not "
@@ -245,6 +253,10 @@ def describe(
     """
     where = f"{first.host}, pid {first.pid}" if first.pid else first.host
     lines = [f"allhands: {first.name} ({where}) failed first: {first.cause()}"]
+    text = "" if first.raised is None else str(first.raised["text"])
+    missing = text.removeprefix("ModuleNotFoundError: No module named ").strip("'")
+    if missing in _HERE:
+        lines.append(f"  {_HERE[missing]}")
     failed_at = first.failed_at() or time.monotonic()
     for worker in workers:
         in_order = (
