@@ -82,6 +82,8 @@ def test_what_optuna_is_told_decides_what_it_proposes():
         (["--over", "optimizer.lr"], "write key=value,value"),
         (["--over", "optimiser.lr=1,2"], "there is no such key; did you mean 'optimizer'"),
         (["--over", "num_epochs=2,x"], "it must be a whole number"),
+        (["--over", "optimizer.lrr=1,2"], "has no such option; did you mean 'lr'"),
+        (["--over", "strategy=ddp,dpp"], "there is no such strategy; did you mean 'dp'"),
         (["--over", "seed=1,2", "--between", "seed=1..4", "--trials", "2"], "is given twice"),
         (["--over", "workers=1,2"], "a sweep sets it for each of its trainings; write --workers-e"),
         (["--over", "seed=1", "logdir=x"], "logdir: a sweep sets it .*write --logdir"),

@@ -56,6 +56,8 @@ def sweep(
     a run folder for each trial. The same call again goes on where this one was stopped, and repeats
     what failed.
     """
+    from allhands.cli.named import raise_all
+    from allhands.cli.run_objects import problems
     from allhands.cli.sweep_space import Study, space_of
     from allhands.cli.sweep_trials import SweepTrial, Trials
 
@@ -73,7 +75,7 @@ def sweep(
             raise UserError(f"{key}: a sweep sets it for each of its trainings; {instead}")
     for values in space.trial_values():  # told before any is trained
         tried = [f"{key}={json.dumps(value)}" for key, value in values.items()]
-        read_checked(config, [*(overrides or ()), *tried])
+        raise_all(problems(read_checked(config, [*(overrides or ()), *tried])))
     base = read_checked(config, overrides)
     given = base.config
     smaller = given.minimize_metric
