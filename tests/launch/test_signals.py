@@ -98,11 +98,13 @@ store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]))
 )
 
 
+# What stands for a new interpreter passes signals on, so that a fork of it would get each twice.
+@pytest.mark.usefixtures("new_python")
 @pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.rare), signal.SIGUSR1]
 )
 def test_a_scheduler_may_signal_every_process_of_the_job(job: Any, number: signal.Signals) -> None:
-    process, _ = start(job, USES_THE_STORE)
+    process, _ = start(job, USES_THE_STORE, "--grace", "60")
     for pid in job.alive():  # launcher, agent, store, workers
         os.kill(pid, number)
     code, out, err = finish(process)
