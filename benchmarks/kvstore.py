@@ -8,10 +8,11 @@ own store is then timed beside.
 
 Two workers push and pull one key of so many bytes, without an optimizer, through one server: over
 shared memory and over TCP; "shared, buffer" is `pushpull` of the key's `KVStore.buffer` in place,
-as the all-reduce is in place. The same two workers all-reduce as many bytes with gloo; all take
-turns in one run. Then ResNet-18 on images of 32x32 with SGD and momentum, 16
-images a worker and step: through one server over shared memory, and with DistributedDataParallel on
-gloo. One thread a process.
+as the all-reduce is in place. The same two workers all-reduce as many bytes with gloo. "tcp, bytes
+alone" sends as many bytes as the store over TCP, to processes that send them back and do nothing
+else, which bounds what a server over TCP of one host can reach. All take turns in one run. Then
+ResNet-18 on images of 32x32 with SGD and momentum, 16 images a worker and step: through one server
+over shared memory, and with DistributedDataParallel on gloo. One thread a process.
 Last, the CPU time of a server that has nothing to do.
 """
 
@@ -24,6 +25,7 @@ import time
 from typing import Any
 
 import mxnet_peer
+from plain_tcp import PlainTcp, relays
 from report import machine, save_json
 
 import allhands
@@ -32,13 +34,16 @@ from allhands.launch.spawn import spawn
 WORKERS = 2
 
 
-def exchange(megabytes: int, runs: int, transports: list[str]) -> dict[str, list[float]]:
+def exchange(
+    megabytes: int, runs: int, transports: list[str], ports: list[int]
+) -> dict[str, list[float]]:
     """Seconds of each call, by contender; in a worker."""
     import torch
     import torch.distributed as dist
 
     from allhands.kvstore.served import ServedStore
     from allhands.kvstore.store_modes import mode_named
+    from allhands.kvstore.wire_frames import raw
 
     world = allhands.init(device="cpu")
     torch.set_num_threads(1)
@@ -50,10 +55,12 @@ def exchange(megabytes: int, runs: int, transports: list[str]) -> dict[str, list
         stores[name].init("key", torch.zeros(count))
     value, out = torch.full((count,), 1.0 + world.rank), torch.empty(count)
     buffer = stores["shared"].buffer("key")
+    alone = PlainTcp(ports, world.rank, value.nbytes)
     samples: dict[str, list[float]] = {
         "gloo all_reduce": [],
         **{name: [] for name in transports},
         "shared, buffer": [],
+        "tcp, bytes alone": [],
     }
     for run in range(runs + 2):
         for name, times in samples.items():
@@ -64,16 +71,22 @@ def exchange(megabytes: int, runs: int, transports: list[str]) -> dict[str, list
                 dist.all_reduce(summed)
             elif name == "shared, buffer":
                 stores["shared"].pushpull("key", summed)
+            elif name == "tcp, bytes alone":
+                alone.exchange(raw(summed), raw(out))
             else:
                 stores[name].pushpull("key", summed, out)
                 summed = out
             seconds = time.perf_counter() - began
-            assert summed[0] == 3.0
-            assert summed[-1] == 3.0
+            if name == "tcp, bytes alone":
+                assert torch.equal(out, value)
+            else:
+                assert summed[0] == 3.0
+                assert summed[-1] == 3.0
             if run > 1:
                 times.append(seconds)
     for store in stores.values():
         store.close()
+    alone.close()
     return samples
 
 
@@ -176,13 +189,14 @@ def main() -> None:
         "runs": options.runs,
     }
     for servers in options.servers:
-        samples = spawn(
-            exchange,
-            (options.megabytes, options.runs, ["shared", "tcp"]),
-            workers=WORKERS,
-            servers=servers,
-            threads=1,
-        )
+        with relays(servers, WORKERS) as ports:
+            samples = spawn(
+                exchange,
+                (options.megabytes, options.runs, ["shared", "tcp"], ports),
+                workers=WORKERS,
+                servers=servers,
+                threads=1,
+            )
         # A call is over when the slower worker has its result.
         slower = {
             name: [max(both) for both in zip(*(one[name] for one in samples), strict=True)]
