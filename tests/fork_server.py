@@ -49,6 +49,8 @@ _PRELOAD = (
     "allhands.kvstore",
     "allhands.runner",
 )
+# Where the environment has TensorFlow.
+_TENSORFLOW = ("tensorflow", "allhands.horovod.tensorflow.keras")
 # Flower, for the processes of sites, once one of them is asked for.
 _FLOWER = (
     "allhands.federated.sites.client_app",
@@ -347,7 +349,8 @@ def main() -> None:
     """The server; a fork goes on from here with the script."""
     folder = os.environ.pop(FOLDER)
     gc.disable()
-    for name in _PRELOAD:
+    has_tensorflow = importlib.util.find_spec("tensorflow") is not None
+    for name in (*_PRELOAD, *(_TENSORFLOW if has_tensorflow else ())):
         importlib.import_module(name)
     _let_threads_go_first()
     gc.collect()

@@ -13,7 +13,7 @@ import pytest
 
 from tests.examples.running import EXAMPLES, run_in
 
-pytestmark = pytest.mark.serial
+pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("forked_python")]
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 
 from tests.examples.running import run_in
 
-pytestmark = pytest.mark.serial
+pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("forked_python")]
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 

@@ -14,6 +14,8 @@ from typing import Any
 from allhands.launch import spawn
 from tests.worlds import ONE_THREAD
 
+# The process that forks the workers imports these once; what computes begins in each of them.
+PRELOAD = ("tensorflow", "allhands.horovod.tensorflow.keras")
 STARTED_S = 90
 ANSWERED_S = 60
 
@@ -54,7 +56,7 @@ def started(
     def run() -> None:
         try:
             own = {**ONE_THREAD, "TF_CPP_MIN_LOG_LEVEL": "2", **(env or {})}
-            spawn(_serve, (address,), workers=number, env=own)
+            spawn(_serve, (address,), workers=number, env=own, preload=PRELOAD)
         except BaseException as error:
             failures.append(error)
             with Client(address) as connection:  # whoever waits in accept() need not wait longer
