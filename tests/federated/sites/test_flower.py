@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -67,3 +69,48 @@ def test_the_environment_keeps_flower_to_itself(tmp_path, monkeypatch):
     assert made["NO_PROXY"] == "example.org,127.0.0.1,localhost"
     assert made["EXTRA"] == "1"
     assert str(sys.executable).startswith(made["PATH"].split(":")[1])
+
+
+def test_a_piece_that_is_not_there_yet_is_asked_for_again_at_once(monkeypatch):
+    pytest.importorskip("flwr")
+    from flwr.supercore.inflatable import inflatable_utils
+
+    before = [
+        (getattr(inflatable_utils, name), dict(getattr(inflatable_utils, name).__kwdefaults__))
+        for name in flower._PULLS
+    ]
+    waits = []
+
+    class Stop(threading.Event):
+        def wait(self, timeout=None):
+            waits.append(timeout)
+            return True
+
+    asked = iter([None, None, b"piece"])
+
+    def pull(name):
+        piece = next(asked)
+        if piece is None:
+            raise inflatable_utils.ObjectUnavailableError(name)
+        return piece
+
+    try:
+        flower.retry_soon()
+        flower.retry_soon()
+        monkeypatch.setattr(
+            inflatable_utils,
+            "threading",
+            SimpleNamespace(Lock=threading.Lock, Event=Stop),
+        )
+        assert inflatable_utils.pull_objects(["a"], pull) == {"a": b"piece"}
+        assert len(waits) == 2
+        assert max(waits) <= 0.12
+        monkeypatch.setattr(inflatable_utils, "pull_objects", lambda given: None)
+        with pytest.raises(UserError, match="this Flower's pull_objects has no initial_backoff"):
+            flower.retry_soon()
+        monkeypatch.delattr(inflatable_utils, "pull_objects")
+        with pytest.raises(UserError, match="inflatable_utils has no pull_objects"):
+            flower.retry_soon()
+    finally:
+        for function, options in before:
+            function.__kwdefaults__.update(options)

@@ -395,6 +395,16 @@ def test_a_supernode_looks_more_often(monkeypatch):
         supernode.look_more_often(SimpleNamespace())
 
 
+def test_a_supernode_tells_of_a_message_before_it_waits_for_the_answer():
+    order = []
+    module = SimpleNamespace(_push_messages=lambda state, *, send: order.append((state, send)) or 7)
+    supernode.tell_of_tasks(module, lambda: order.append("told"))
+    assert module._push_messages("state", send="send") == 7
+    assert order == ["told", ("state", "send")]
+    with pytest.raises(UserError, match="SuperNode has no _push_messages"):
+        supernode.tell_of_tasks(SimpleNamespace(), list)
+
+
 def test_a_node_without_data_is_told_what_to_write(monkeypatch, run_file):
     with pytest.raises(UserError, match="data is not set: start this site by"):
         client_app.socket_of({}, 7)

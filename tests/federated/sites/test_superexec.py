@@ -99,6 +99,18 @@ def test_flower_s_executor_asks_the_server_and_starts_nothing_else():
         superexec.fork_messages(SimpleNamespace(), SimpleNamespace())
 
 
+def test_flower_s_loop_waits_as_it_is_told():
+    loop = pytest.importorskip("flwr.supercore.superexec.run_superexec")
+    assert loop.time is time
+    module, waits = SimpleNamespace(time=time), []
+    superexec.wait_for_tasks(module, waits.append)
+    module.time.sleep(1.0)
+    assert waits == [1.0]
+    assert module.time.monotonic is time.monotonic
+    with pytest.raises(UserError, match="superexec does not wait by time.sleep"):
+        superexec.wait_for_tasks(SimpleNamespace(), waits.append)
+
+
 def test_flower_s_executor_is_the_one_that_is_known(monkeypatch):
     executor = pytest.importorskip("flwr.supercore.superexec.executor.subprocess_executor")
     from flwr.supercore.constant import TaskType

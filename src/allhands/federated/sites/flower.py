@@ -1,11 +1,12 @@
 """Flower's commands: where they are, which version they are, and an environment in which they keep
 to themselves.
 
-Flower is an extra: ``pip install 'allhands[flower]'``. Nothing here imports it.
+Flower is an extra: ``pip install 'allhands[flower]'``. This module can be imported without it.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import shlex
 import shutil
@@ -30,6 +31,11 @@ TASKS = (
     "flwr-model",
     "flwr-connector",
 )
+# Flower's functions that pull the pieces of a message, and how they ask anew for a piece that its
+# sender has announced and not sent yet: after so many seconds at first, twice as many each time up
+# to the cap, until their own limit of time ends it (2 hours). Flower's are 1 s, 10 s and 500 tries.
+_PULLS = ("pull_objects", "pull_and_inflate_object_from_tree")
+_RETRIES = {"initial_backoff": 0.05, "backoff_cap": 1.0, "max_tries_per_object": None}
 
 
 def require() -> str:
@@ -53,6 +59,24 @@ def require_names(module: Any, names: Iterable[str], what: str) -> None:
     absent = [name for name in names if not hasattr(module, name)]
     if absent:
         raise UserError(f"this Flower's {what} has no {', '.join(absent)}: {INSTALL}")
+
+
+def retry_soon() -> None:
+    """Let Flower ask anew for a piece of a message after 0.05 to 1 s, in this process.
+
+    A message is announced before its pieces are there, so that whoever is quick finds them missing
+    in every round.
+
+    Raises:
+        UserError: this Flower pulls in another way.
+    """
+    module = importlib.import_module("flwr.supercore.inflatable.inflatable_utils")
+    require_names(module, _PULLS, "inflatable_utils")
+    for name in _PULLS:
+        options = getattr(module, name).__kwdefaults__ or {}
+        if not _RETRIES.keys() <= options.keys():
+            raise UserError(f"this Flower's {name} has no {', '.join(_RETRIES)}: {INSTALL}")
+        options.update(_RETRIES)
 
 
 def command(name: str) -> str:
@@ -108,7 +132,8 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
+        # A server has one task, which waits when its superexec starts; a site's is told of tasks.
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "1",
         # A SuperLink has several copies of the pieces (5 MB) of arrays that are on their way. glibc
         # would keep what they took, in a heap for each thread; what is larger than this is given
         # back at once.

@@ -57,6 +57,7 @@ def arguments(given: list[str]) -> argparse.Namespace:
 
 def prepare() -> Any:
     """Flower's module that runs a message, with our app in it."""
+    flower.retry_soon()
     module: Any = importlib.import_module("flwr.supernode.runtime.run_clientapp")
     replace_loading(module)
     return module

@@ -97,6 +97,7 @@ def main() -> None:
     os.dup2(log, 2)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     flower.require()
+    flower.retry_soon()
     # The package exports a function under the module's name, which an import statement would find.
     replace_loading(importlib.import_module("flwr.superlink.runtime.run_serverapp"), state)
     from flwr.superlink.cli import flwr_serverapp

@@ -17,7 +17,7 @@ from typing import Any
 
 from allhands import wire
 from allhands.errors import UserError
-from allhands.federated.sites import client_app, flower
+from allhands.federated.sites import client_app, flower, task_pipe
 from allhands.federated.sites.certificates import check_authority, probe
 from allhands.federated.sites.site_keys import check_name, fingerprint, read_site_key, site_token
 from allhands.federated.sites.supervision import (
@@ -262,13 +262,18 @@ class Site:
         return f"the {name} {_end_of(code)}: {' | '.join(said[-3:])}"
 
     def _start_flower(self) -> None:
-        self._spawn("supernode")
-        self._spawn("superexec")
+        reader, writer = os.pipe()
+        try:
+            self._spawn("supernode", writer)
+            self._spawn("superexec", reader)
+        finally:
+            os.close(reader)
+            os.close(writer)
 
     def _is_ready(self) -> bool:
         return (self.options.state / "warm.sock").exists()
 
-    def _spawn(self, name: str) -> None:
+    def _spawn(self, name: str, pipe: int | None = None) -> None:
         state = self.options.state
         if name == "warm":
             (state / "warm.sock").unlink(missing_ok=True)
@@ -276,8 +281,14 @@ class Site:
             # files.
             self._children[name] = spawn(self.commands[name], os.environ, None)
         else:
+            environment = flower.environment(
+                state, **({} if pipe is None else {task_pipe.VARIABLE: str(pipe)})
+            )
             self._children[name] = spawn(
-                self.commands[name], flower.environment(state), state / f"{name}.out"
+                self.commands[name],
+                environment,
+                state / f"{name}.out",
+                () if pipe is None else (pipe,),
             )
         self._began[name] = time.monotonic()
 

@@ -14,12 +14,15 @@ import os
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from allhands.errors import UserError
 from allhands.federated.sites import flower, message_process
+from allhands.federated.sites.task_pipe import TaskReader
 from allhands.launch import processes
 
 #: The one command that is forked; every other task of Flower's is one that no site runs.
@@ -124,14 +127,27 @@ def fork_messages(module: Any, server: ForkServer) -> None:
     module.subprocess = Processes
 
 
+def wait_for_tasks(module: Any, wait: Callable[[float], object]) -> None:
+    """Let Flower's loop, which sleeps between two looks for a task, wait in another way.
+
+    Raises:
+        UserError: this Flower waits in another way already.
+    """
+    if getattr(module, "time", None) is not time:
+        raise UserError(f"this Flower's superexec does not wait by time.sleep: {flower.INSTALL}")
+    module.time = SimpleNamespace(**{**vars(time), "sleep": wait})
+
+
 def main() -> None:
     """`flower-superexec`, with its own arguments."""
     flower.require()
     message_process.prepare()
     executor = importlib.import_module("flwr.supercore.superexec.executor.subprocess_executor")
+    loop = importlib.import_module("flwr.supercore.superexec.run_superexec")
     from flwr.supercore.cli import flower_superexec
 
     fork_messages(executor, ForkServer(message_process.run))
+    wait_for_tasks(loop, TaskReader(os.environ).wait)
     flower_superexec()
 
 

@@ -63,10 +63,13 @@ def alone(state: Path, what: str) -> Iterator[None]:
 
 
 def spawn(
-    command: Sequence[str], environment: Mapping[str, str], out: Path | None
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    out: Path | None,
+    descriptors: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
     """Start a process that dies with this one. What it prints goes into the file `out`; None: to
-    where this one's goes.
+    where this one's goes. It inherits the descriptors, under their numbers.
 
     To be called before this process has threads.
     """
@@ -82,6 +85,7 @@ def spawn(
             stdout=file,
             stderr=file,
             start_new_session=True,
+            pass_fds=descriptors,
             preexec_fn=lambda: processes.die_with_parent(parent),  # noqa: PLW1509
         )
 
