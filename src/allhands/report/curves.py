@@ -7,9 +7,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from allhands.report.figures import TEXT, fixed_axes, label_below, new_figure, plain, save_figure
+from allhands.report.figures import (
+    TEXT,
+    fixed_axes,
+    label_below,
+    new_figure,
+    plain,
+    save_figure,
+    writing,
+)
+from allhands.report.metric_plot import Label, Line, metric_plot, value_bounds
 from allhands.report.page import pictures
-from allhands.report.svg_curves import metric_svg, value_bounds
+from allhands.report.png_curves import metrics_image, save_png
+from allhands.report.svg_curves import metric_svg
 
 # Of a curve: the places in the table at which something was measured, and what.
 Curve = tuple[list[int], list[float]]
@@ -32,14 +42,23 @@ def draw_curves(
     """Draw a table of measurements into a picture: one axis a metric, one curve a loader.
 
     Args:
-        path: of the picture; its ending says the format.
+        path: of the picture; its ending says the format. A ``.png`` file is drawn without
+            matplotlib, whose fonts it takes.
         at: the one column that curves are drawn over, by its name: "epoch", "round" or "step".
         curves: by metric and loader.
 
     Raises:
         UserError: matplotlib is not installed, or the file cannot be written.
     """
-    save_figure(curves_figure(at, curves), path)
+    if Path(path).suffix.lower() != ".png":
+        save_figure(curves_figure(at, curves), path)
+        return
+    (over,) = at.items()
+    names = list(curves)[:_MOST]
+    plots = [_plot(name, over, curves[name]) for name in names]
+    image = metrics_image(plots, min(len(names), _COLUMNS))
+    with writing(path) as file:
+        save_png(image, file)
 
 
 def curves_figure(
@@ -78,13 +97,19 @@ def metric_picture(
     name: str, over: tuple[str, Sequence[float]], loaders: Mapping[str, Curve], whole: bool = True
 ) -> str:
     """What `draw_metric` draws, as a part of a page; takes no matplotlib."""
+    return metric_svg(_plot(name, over, loaders, whole), f"{name} over {over[0]}")
+
+
+def _plot(
+    name: str, over: tuple[str, Sequence[float]], loaders: Mapping[str, Curve], whole: bool = True
+) -> list[Line | Label]:
     label, places = over
     curves = {}
     for loader, curve in loaders.items():
         rows, values = thinned(*curve)
         points = [places[row] for row in rows], values
         curves[loader] = _colour(loader, list(loaders)), points
-    return metric_svg(name, label, curves, _shown(places, whole), whole, _DOTS)
+    return metric_plot(name, label, curves, _shown(places, whole), whole, _DOTS)
 
 
 def over(unit: str, at: Sequence[float], steps: Sequence[float]) -> tuple[str, list[float]]:

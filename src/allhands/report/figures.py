@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,10 +13,11 @@ from typing import Any
 from allhands.errors import UserError
 
 TEXT, FAINT = "#303236", "#d8dade"
+DPI = 140  # of PNG files
 # Inches around axes that have a title and a label below: left, right, below, above.
 _ROOM = (0.72, 0.25, 0.55, 0.48)
-# Of PNG files. zlib's 9, which is matplotlib's default, takes four times as long for 3 % less.
-_COMPRESSION = 3
+# Of these, too. zlib's 9, which is matplotlib's default, takes four times as long for 3 % less.
+COMPRESSION = 3
 _TICKS = 6  # below, at most
 _LABEL = 0.4  # inches from the axes to the middle of the label below
 
@@ -81,17 +84,47 @@ def _figure_class() -> Any:
 
 def save_figure(figure: Any, path: str | Path) -> None:
     """Write a figure into a file, whose ending says the format (png, svg, pdf)."""
+    with writing(path) as file:
+        given: dict[str, Any] = {}
+        if file.suffix.lower() == ".png":
+            given["pil_kwargs"] = {"compress_level": COMPRESSION}
+        figure.savefig(file, dpi=DPI, **given)
+
+
+@contextmanager
+def writing(path: str | Path) -> Iterator[Path]:
+    """Give the path of a picture that is to be written, and refuse one that cannot be.
+
+    Raises:
+        UserError: an OSError or a ValueError was raised meanwhile.
+    """
     path = Path(path).expanduser()
-    given: dict[str, Any] = {}
-    if path.suffix.lower() == ".png":
-        given["pil_kwargs"] = {"compress_level": _COMPRESSION}
     try:
-        figure.savefig(path, dpi=140, **given)
+        yield path
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(
             f"the plot '{path}' cannot be written: {reason}; choose another file"
         ) from None
+
+
+def font_file(bold: bool = False) -> str:
+    """The path of matplotlib's default font, found without an import of matplotlib where that is
+    installed as its makers pack it.
+
+    Raises:
+        UserError: matplotlib is not installed.
+    """
+    name = "DejaVuSans-Bold.ttf" if bold else "DejaVuSans.ttf"
+    package = find_spec("matplotlib")
+    for folder in (package and package.submodule_search_locations) or ():
+        found = Path(folder, "mpl-data", "fonts", "ttf", name)
+        if found.is_file():
+            return str(found)
+    require_matplotlib()
+    from matplotlib.font_manager import FontProperties, findfont
+
+    return str(findfont(FontProperties(family="DejaVu Sans", weight="bold" if bold else "normal")))
 
 
 def label_below(axes: Any, label: str) -> None:

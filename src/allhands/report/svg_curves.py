@@ -1,187 +1,46 @@
-"""Curves of one metric as SVG in the colours of a page, written without matplotlib, which takes a
-hundred times as long: what a short training spends at its end."""
+"""Curves of one metric as SVG in the colours of a page."""
 
 from __future__ import annotations
 
 import html
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable
 
-_WIDTH, _HEIGHT = 331.2, 230.4  # points, as of a figure of 4.6 x 3.2 inches
-_LEFT, _RIGHT, _BELOW, _ABOVE = 52.0, 18.0, 40.0, 34.0  # around the curves
-_MARGIN = 0.05  # of the values' range, above and below them
-_LETTER = 5.4  # the width of one at the size of the legend
-_LINE = 14.0  # from one name in the legend to the next
-_LONGEST = 7  # letters of a number beside the axis
-_STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
-
-_At = Callable[[float, float], tuple[float, float]]
-Points = tuple[Sequence[float], Sequence[float]]
+from allhands.report.figures import FAINT
+from allhands.report.metric_plot import HEIGHT, WIDTH, Label, Line
 
 
-def metric_svg(
-    name: str,
-    label: str,
-    curves: Mapping[str, tuple[str, Points]],
-    bounds: tuple[float, float],
-    whole: bool = True,
-    dots: int = 60,
-) -> str:
-    """A picture as a part of a page.
+def metric_svg(marks: Iterable[Line | Label], what: str) -> str:
+    """A picture of `metric_plot` as a part of a page.
 
     Args:
-        name: of the metric, above.
-        label: below.
-        curves: by name: a colour, the places and the values, as many of each. Values that are not
-            finite leave a gap.
-        bounds: the least and the greatest place that is shown.
-        whole: places are whole numbers.
-        dots: a curve of so many values at most has a dot at each.
+        marks: of the picture.
+        what: says what is seen, for those who do not see it.
     """
-    finite = [v for _, (_, values) in curves.values() for v in values if math.isfinite(v)]
-    low, high = value_bounds(finite)
-    across = (_WIDTH - _LEFT - _RIGHT) / (bounds[1] - bounds[0])
-    up = (_HEIGHT - _BELOW - _ABOVE) / (high - low)
-
-    def at(place: float, value: float) -> tuple[float, float]:
-        return (
-            round(_LEFT + (place - bounds[0]) * across, 1),
-            round(_HEIGHT - _BELOW - (value - low) * up, 1),
-        )
-
-    lines: list[str] = []
-    drawn: list[tuple[float, float]] = []
-    for colour, (places, values) in curves.values():
-        parts: list[list[tuple[float, float]]] = [[]]
-        for place, value in zip(places, values, strict=True):
-            if math.isfinite(value):
-                parts[-1].append(at(place, value))
-            else:
-                parts.append([])
-        for part in parts:
-            drawn += part
-            lines.append(_line(part, colour, len(values) <= dots))
-    body = [
-        *_value_axis(low, high, at),
-        *_place_axis(bounds, whole, at),
-        _text(name, _LEFT, _ABOVE - 15, 12, "font-weight='bold'"),
-        _text(label, (_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 8, 10, "text-anchor='middle'"),
-        *lines,
-        *_legend({key: colour for key, (colour, _) in curves.items()}, drawn),
-    ]
-    what = html.escape(f"{name} over {label}", quote=True)
-    size = f"0 0 {_WIDTH} {_HEIGHT}"
-    return f'<svg role="img" aria-label="{what}" viewBox="{size}">{"".join(body)}</svg>'
+    body = "".join(_line(mark) if isinstance(mark, Line) else _text(mark) for mark in marks)
+    size = f"0 0 {WIDTH} {HEIGHT}"
+    label = html.escape(what, quote=True)
+    return f'<svg role="img" aria-label="{label}" viewBox="{size}">{body}</svg>'
 
 
-def value_bounds(values: Sequence[float]) -> tuple[float, float]:
-    """What is shown of an axis of these finite values; it begins at 0 where nothing is below it and
-    that hides no difference."""
-    if not values:
-        return 0.0, 1.0
-    low, high = min(values), max(values)
-    room = _MARGIN * (high - low) or _MARGIN * abs(high) or _MARGIN
-    if low >= 0 and high > 3 * low:
-        return 0.0, high + room
-    return low - room, high + room
-
-
-def ticks(low: float, high: float, most: int, whole: bool = False) -> list[float]:
-    """Round numbers between two others, evenly spaced, at most `most` + 1."""
-    least = (high - low) / most
-    size = 10.0 ** math.floor(math.log10(least))
-    if whole:
-        size = max(size, 1.0)
-    steps = [factor * size for factor in _STEPS if not whole or (factor * size).is_integer()]
-    step = next((one for one in steps if one >= least * (1 - 1e-9)), 10 * size)
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [number * step for number in range(first, last + 1)]
-
-
-def tick_labels(values: Sequence[float]) -> tuple[list[str], str]:
-    """The numbers beside an axis, and what they have in common, written above it: a power of ten,
-    or what is added to each."""
-    if len(values) < 2:
-        return [f"{value:.4g}" for value in values], ""
-    step, largest = values[1] - values[0], max(map(abs, values))
-    power = math.floor(math.log10(largest))
-    common = ""
-    if not -4 < power < 5:
-        values, step, common = [v / 10.0**power for v in values], step / 10.0**power, f"1e{power}"
-    places = next(
-        (n for n in range(16) if all(abs(round(v, n) - v) < 1e-6 * step for v in values)), 16
-    )
-    texts = [f"{value + 0.0:.{places}f}" for value in values]
-    if max(map(len, texts)) > _LONGEST and largest > 10 * (values[-1] - values[0]):
-        unit = 10.0 ** math.ceil(math.log10(values[-1] - values[0]))
-        base = math.floor(values[0] / unit) * unit
-        texts, inner = tick_labels([value - base for value in values])
-        return texts, " ".join(filter(None, (inner, f"+{base:.10g}", common)))
-    return [text.replace("-", "\N{MINUS SIGN}") for text in texts], common
-
-
-def _value_axis(low: float, high: float, at: _At) -> list[str]:
-    values = ticks(low, high, 7)
-    texts, common = tick_labels(values)
-    made = []
-    for value, text in zip(values, texts, strict=True):
-        _, y = at(0.0, value)
-        made.append(
-            f"<path d='M{_LEFT} {y}H{_WIDTH - _RIGHT}' stroke='var(--faint)' stroke-width='.8'/>"
-        )
-        made.append(_text(text, _LEFT - 5, y + 3.5, 10, "text-anchor='end'"))
-    return [*made, _text(common, _LEFT, _ABOVE - 3, 9)] if common else made
-
-
-def _place_axis(bounds: tuple[float, float], whole: bool, at: _At) -> list[str]:
-    values, bottom = ticks(*bounds, 6, whole), _HEIGHT - _BELOW
-    texts, common = tick_labels(values) if not whole else ([f"{v:.0f}" for v in values], "")
-    made = [f"<path d='M{_LEFT} {bottom}H{_WIDTH - _RIGHT}' stroke='var(--faint)'/>"]
-    for value, text in zip(values, texts, strict=True):
-        x, _ = at(value, 0.0)
-        made.append(_text(text, x, bottom + 13, 10, "text-anchor='middle'"))
-    if common:
-        made.append(_text(common, _WIDTH - _RIGHT, _HEIGHT - 8, 9, "text-anchor='end'"))
-    return made
-
-
-def _line(points: Sequence[tuple[float, float]], colour: str, dotted: bool) -> str:
-    if not points:
-        return ""
-    path = "L".join(f"{x:g} {y:g}" for x, y in points)
-    line = (
-        f"<path d='M{path}' fill='none' stroke='{colour}' stroke-width='2' "
+def _line(line: Line) -> str:
+    colour = "var(--faint)" if line.colour == FAINT else line.colour
+    path = "L".join(f"{x:g} {y:g}" for x, y in line.points)
+    drawn = (
+        f"<path d='M{path}' fill='none' stroke='{colour}' stroke-width='{line.width:g}' "
         "stroke-linejoin='round'/>"
     )
-    if not dotted:
-        return line
+    if not line.dots:
+        return drawn
     # A line of no length with a round end is a dot.
-    dots = "".join(f"M{x:g} {y:g}h0" for x, y in points)
-    return f"{line}<path d='{dots}' stroke='{colour}' stroke-width='4' stroke-linecap='round'/>"
+    dots = "".join(f"M{x:g} {y:g}h0" for x, y in line.points)
+    return (
+        f"{drawn}<path d='{dots}' stroke='{colour}' stroke-width='{line.dots:g}' "
+        "stroke-linecap='round'/>"
+    )
 
 
-def _legend(names: Mapping[str, str], drawn: Sequence[tuple[float, float]]) -> list[str]:
-    """The curves' names, in the corner where they cover the least."""
-    width = 26 + _LETTER * max(map(len, names), default=0)
-    height = _LINE * len(names)
-    corners = [
-        (x, y)
-        for y in (_ABOVE + 4, _HEIGHT - _BELOW - height - 4)
-        for x in (_WIDTH - _RIGHT - width, _LEFT + 6)
-    ]
-
-    def covered(corner: tuple[float, float]) -> int:
-        x, y = corner
-        return sum(x - 3 <= a <= x + width and y - 3 <= b <= y + height + 3 for a, b in drawn)
-
-    x, y = min(corners, key=covered)
-    made = []
-    for row, (name, colour) in enumerate(names.items()):
-        middle = y + _LINE * (row + 0.5)
-        made.append(f"<path d='M{x:g} {middle:g}h18' stroke='{colour}' stroke-width='2'/>")
-        made.append(_text(name, x + 24, middle + 3, 9))
-    return made
-
-
-def _text(text: str, x: float, y: float, size: int, more: str = "") -> str:
-    return f"<text x='{x:g}' y='{y:g}' font-size='{size}' {more}>{html.escape(text)}</text>"
+def _text(label: Label) -> str:
+    anchor = "" if label.anchor == "start" else f" text-anchor='{label.anchor}'"
+    weight = " font-weight='bold'" if label.bold else ""
+    where = f"x='{label.x:g}' y='{label.y:g}' font-size='{label.size:g}'"
+    return f"<text {where}{anchor}{weight}>{html.escape(label.text)}</text>"
