@@ -49,7 +49,8 @@ def assert_as_with_all(found: list[Any], others: list[Any]) -> None:
     [
         ["2@5:SIGKILL"],
         ["0@0:SIGKILL", "1@e2:SIGKILL"],
-        ["0@10:SIGKILL", "1@13:SIGKILL"],
+        # rare: the rows around it lose rank 0, lose two ranks, and lose one in an epoch's midst
+        pytest.param(["0@10:SIGKILL", "1@13:SIGKILL"], marks=pytest.mark.rare),
         ["1@6:SIGTERM"],
         # rank 0 has not taken the step, after which weights are exchanged, that rank 1 has
         ["2@7:dies", "0@7:behind"],

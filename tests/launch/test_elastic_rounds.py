@@ -99,9 +99,10 @@ def assert_same_rounds(job: Job, script: str, workers: int) -> None:
     [
         ("fedavg", ["2@1t"], 2),
         ("fedavg", ["0@3e", "1@5t"], 1),
-        # rank 0 has not ended the round that rank 1 has, and the other way round
+        # rank 0 has not ended the round that rank 1 has; below it is the other way round
         ("fedadam", ["2@2d", "0@2b"], 2),
-        ("fedadam", ["2@2d", "1@2b"], 2),
+        # rare: the mirror image of the row above
+        pytest.param("fedadam", ["2@2d", "1@2b"], 2, marks=pytest.mark.rare),
     ],
 )
 def test_a_round_is_repeated(job: Job, algorithm: str, losses: list[str], left: int) -> None:

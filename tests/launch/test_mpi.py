@@ -178,6 +178,15 @@ def test_a_script_without_an_import_of_allhands(words: list[str], tmp_path: Path
     done = under_mpi(tmp_path, *words, "--lr", "1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(f"sum 3.0 ['--lr', '1'] __main__ {tmp_path}") == 2
+
+
+# rare with -m: the module is run in the test above, and its failure is told as that of a script.
+@pytest.mark.serial
+@pytest.mark.parametrize(
+    "words", [["notes.py"], pytest.param(["-m", "notes"], marks=pytest.mark.rare)]
+)
+def test_such_a_script_fails(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "notes.py").write_text(NOTES)
     failed = under_mpi(tmp_path, *words, "fail")
     assert failed.returncode != 0
     assert "ValueError: mine" in failed.stderr
