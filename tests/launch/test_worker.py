@@ -78,3 +78,25 @@ print(failed)
 def test_threads_of_a_fork_may_compute_at_the_same_time() -> None:
     done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True)
     assert done.stdout == "0\n", done.stderr
+
+
+# One thread waits for ever, and another one still has something to do.
+STUCK = """
+import threading, time
+import torch
+from allhands.launch import worker
+
+def work():
+    time.sleep(0.5)
+    print("the other thread has ended")
+
+stuck = threading.Thread(target=threading.Event().wait)
+worker.stuck_threads.add(stuck)
+for thread in (stuck, threading.Thread(target=work)):
+    thread.start()
+"""
+
+
+def test_the_end_waits_for_no_thread_that_waits_for_a_lost_rank(job: Any) -> None:
+    code, out, err = job.run("-n", "1", job.script(STUCK), timeout=60)
+    assert (code, out) == (0, "[0] the other thread has ended\n"), err

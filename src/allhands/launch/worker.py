@@ -61,6 +61,8 @@ _link: _AgentPipe | None = None
 program: tuple[str, str] = ("", "")
 # What the user's program gave to sys.exit, once it has; exit handlers cannot ask Python for it.
 exit_code: int | None = None
+# Threads that may wait for ever for a rank that is gone. The end of the process joins none.
+stuck_threads: set[threading.Thread] = set()
 
 
 def active() -> bool:
@@ -291,7 +293,12 @@ def _end(code: int, number: signal.Signals | None = None) -> NoReturn:
     ("terminate called without an active exception"), which would make a failure of a job that has
     succeeded.
     """
-    threading._shutdown()  # type: ignore[attr-defined]
+    if any(thread.is_alive() for thread in stuck_threads):
+        for thread in set(threading.enumerate()) - stuck_threads - {threading.current_thread()}:
+            if not thread.daemon:
+                thread.join()
+    else:
+        threading._shutdown()  # type: ignore[attr-defined]
     compat.keep_libraries()
     threads: Any = sys.modules.get("allhands.world.native_threads")
     if threads is not None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import shutil
+import threading
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from allhands.comm import broadcast_ints
 from allhands.errors import WorldError
+from allhands.launch import worker
 from allhands.loop.checkpoint import folder as folders
 from allhands.loop.checkpoint import tree
 from allhands.strategies.held import Held, dealt
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 # A slow disk is no hang: the ranks wait for one another's files longer than for a collective of the
 # training.
 DISK_TIMEOUT = timedelta(hours=1)
+# Seconds in which a write ends that is abandoned, as the connections of its group have ended.
+_ABANDON_S = 5.0
 
 # Said by PyTorch at every save of a single process, which is no mistake here. Filters are the
 # process's, not the thread's.
@@ -65,6 +68,7 @@ class Saver:
         self._thread.submit(_prepare)
         self._pending: tuple[str, Future[None]] | None = None
         self._buffers: dict[str, torch.Tensor] = {}
+        self._writers: set[threading.Thread] = set()
 
     def save(
         self,
@@ -162,8 +166,11 @@ class Saver:
         if self.group is not None:
             connections.end_all()
         if self._pending is not None:
-            with contextlib.suppress(TimeoutError):
-                self._pending[1].exception(5.0)
+            try:
+                self._pending[1].exception(_ABANDON_S)
+            except TimeoutError:
+                # gloo does not always notice that a connection has ended.
+                worker.stuck_threads.update(self._writers)
         self._thread.shutdown(wait=False)
         self.group = self._pending = None
 
@@ -173,6 +180,7 @@ class Saver:
         from allhands.loop.checkpoint.pieces import SavePieces
 
         planner = SavePieces()
+        self._writers.add(threading.current_thread())
         self._check_same(writer.aside.name)
         # PyTorch's own CRC-32 takes several times as long as the checksum that every file gets.
         crc = torch.serialization.get_crc32_options()
