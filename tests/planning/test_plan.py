@@ -29,8 +29,7 @@ from allhands.planning.operation_times import (
 )
 from allhands.planning.step_correction import ALONE
 
-SIZES = {"vocab_size": 512, "block_size": 128, "layers": 4, "heads": 8, "width": 256}
-TWO_LAYERS = SIZES | {"layers": 2}
+SIZES = {"vocab_size": 512, "block_size": 128, "layers": 2, "heads": 8, "width": 256}
 
 
 def plan(gpus: int, samples: int = 16, sizes: dict[str, int] = SIZES, **options: Any) -> Any:
@@ -171,7 +170,7 @@ def test_measured_operations_are_used_and_kept(tmp_path: Path) -> None:
 
 
 def test_a_plan_by_several_processes_is_the_same() -> None:
-    alone, several = plan(4, sizes=TWO_LAYERS), plan(4, sizes=TWO_LAYERS, processes=2)
+    alone, several = plan(4), plan(4, processes=2)
     assert several.to_dict() == alone.to_dict()
 
 
@@ -313,7 +312,7 @@ def test_a_stage_between_the_first_and_the_last_may_be_the_fullest() -> None:
     pipeline = Candidate(Pipeline(), {"name": "pipeline"})
     with torch.device("meta"):
         # Embedding and head take the place of layers in the first and the last stage.
-        model = GPT(**SIZES | {"vocab_size": 4096, "layers": 10, "width": 128}, tied=False)
+        model = GPT(**SIZES | {"vocab_size": 4096, "layers": 6, "width": 128}, tied=False)
     batch = torch.zeros(16, 128, dtype=torch.int64)
     given: dict[str, Any] = {
         "model": model,
@@ -322,9 +321,9 @@ def test_a_stage_between_the_first_and_the_last_may_be_the_fullest() -> None:
         "batch": (batch, batch),
         "step": "eager",
     }
-    (row,) = plan(4, **given, strategies=[pipeline]).rows
+    (row,) = plan(3, **given, strategies=[pipeline]).rows
     workload = Workload(**given, samples=16, runner=allhands.SupervisedRunner())
-    peaks = [dry_step(workload, pipeline.strategy, 4, rank).peak for rank in range(4)]
-    assert max(peaks) > max(peaks[0], peaks[3]), peaks
+    peaks = [dry_step(workload, pipeline.strategy, 3, rank).peak for rank in range(3)]
+    assert peaks[1] > max(peaks[0], peaks[2]), peaks
     beside = row.memory["libraries"] + row.memory["CUDA and NCCL"]
     assert row.peak - beside == pytest.approx(max(peaks), rel=0.003)
