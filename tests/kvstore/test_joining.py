@@ -64,7 +64,8 @@ def test_a_worker_that_was_started_again_joins_from_a_round_on(
         assert [number for number, _ in numbers] == list(range(1, end + 1))
         counts = [workers for _, workers in numbers]
         joined = LOST_AT + counts[LOST_AT:].index(3)
-        assert wait_at <= joined <= wait_at + 1
+        # It may be there before the others begin the round after which they wait for it.
+        assert wait_at - 1 <= joined <= wait_at + 1
         assert counts == [3] * LOST_AT + [2] * (joined - LOST_AT) + [3] * (end - joined)
         assert results[rank_lost][1] == [
             one for one in numbers if one[0] <= LOST_AT or one[0] > joined

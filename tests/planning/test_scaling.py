@@ -9,18 +9,18 @@ import pytest
 from allhands import DDP, UserError
 from allhands.cli.main import run
 from allhands.planning.candidates import Candidate
-from tests.planning.test_plan import TWO_LAYERS, plan
+from tests.planning.test_plan import plan
 
 
 def test_a_curve_has_the_rows_of_plans_for_each_number(tmp_path: Path) -> None:
     # All fits, so that what is looked at here has no part in the curves.
     ddp = [Candidate(DDP(), {"name": "ddp"})]
-    found = plan(2, sizes=TWO_LAYERS, per_host=2, strategies=ddp)
+    found = plan(2, per_host=2, strategies=ddp)
     scaled = found.over([1, 2, 8])
     assert {"single", "ddp", "fsdp", "tensor", "fsdp x ddp", "tensor x ddp"} <= set(scaled.curves)
     assert [gpus for gpus, _ in scaled.curves["single"]] == [1]
     assert [gpus for gpus, _ in scaled.curves["ddp"]] == [2, 8]
-    rows = {row.name: row for row in plan(8, sizes=TWO_LAYERS, per_host=2).rows}
+    rows = {row.name: row for row in plan(8, per_host=2).rows}
     for name in ("ddp", "fsdp"):
         assert scaled.curves[name][-1][1].to_dict() == rows[name].to_dict()
     (only,) = scaled.curves["tensor x ddp"]
@@ -37,8 +37,8 @@ def test_a_curve_has_the_rows_of_plans_for_each_number(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_has_no_point() -> None:
-    peaks = {row.name: row.peak for row in plan(2, sizes=TWO_LAYERS).rows}
-    scaled = plan(2, sizes=TWO_LAYERS, memory=(peaks["tensor"] + peaks["fsdp"]) / 2).over([2])
+    peaks = {row.name: row.peak for row in plan(2).rows}
+    scaled = plan(2, memory=(peaks["tensor"] + peaks["fsdp"]) / 2).over([2])
     assert "tensor" in scaled.curves
     rows = [row for curve in scaled.curves.values() for _, row in curve]
     assert all(row.fits for row in rows)

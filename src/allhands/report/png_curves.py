@@ -9,8 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from allhands.report.figures import COMPRESSION, DPI, TEXT, font_file
 from allhands.report.metric_plot import HEIGHT, WIDTH, Label, Line
 
@@ -52,6 +50,7 @@ def save_png(image: Any, path: Path) -> None:
 def _with_palette(image: Any) -> Any:
     """The image with at most 256 colours. Where it has more, those that differ in their last bits
     become the most frequent one of them."""
+    import numpy as np  # commands that draw nothing do without
     from PIL import Image
 
     pixels = np.frombuffer(image.tobytes(), np.uint32)
