@@ -70,11 +70,11 @@ def test_cards_are_known_by_the_names_that_pytorch_gives_them(
 
 
 def test_a_plan_is_for_the_card_whose_operations_were_measured() -> None:
-    assert card_for(None, None) == "h100"
-    assert card_for(None, "NVIDIA H200") == "h200"
-    assert card_for("H200", "NVIDIA H200") == "h200"
-    assert card_for("a10", "NVIDIA L40") == "a10"
-    assert card_for("cpu", "cpu") == "cpu"
+    assert card_for(None).name == "h100"
+    assert card_for(None, "NVIDIA H200").name == "h200"
+    assert card_for("H200", "NVIDIA H200").name == "h200"
+    assert card_for("a10", "NVIDIA L40").name == "a10"
+    assert card_for("cpu", "cpu").name == "cpu"
     with pytest.raises(UserError, match="were measured on NVIDIA H200, and the plan is for a100"):
         card_for("a100", "NVIDIA H200")
     for card in (None, "h100"):

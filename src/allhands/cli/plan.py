@@ -221,7 +221,7 @@ def _objects(run_file: RunFile, model: Any) -> dict[str, Any]:
 def _times(card: str | None, measure: bool, profile: Path | None) -> OperationTimes:
     import torch
 
-    from allhands.planning.machines import card_for, card_named
+    from allhands.planning.machines import card_for
     from allhands.planning.operation_times import (
         OperationTimes,
         device_name,
@@ -239,9 +239,9 @@ def _times(card: str | None, measure: bool, profile: Path | None) -> OperationTi
     there = profile is not None and (profile.exists() or not measure)
     known = read_times(profile) if there and profile is not None else {}
     correction = read_correction(profile) if there and profile is not None else ALONE
-    for name in (device_name(device), read_device(profile) if there and profile else None):
-        card = card_for(card, name) if name is not None else card
-    times = OperationTimes(card_named(card or "h100"), known, device, correction)
+    devices = (device_name(device), read_device(profile) if there and profile else None)
+    chosen = card_for(card, *filter(None, devices))
+    times = OperationTimes(chosen, known, device, correction)
     if there and profile is not None:
         times.launch, times.own = read_launch(profile), read_own(profile)
     return times

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import collections
 import io
-import os
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from allhands.atomic_write import atomic_write
 from allhands.launch import ship
 from allhands.launch.object_states import (
     MISSING,
@@ -130,8 +131,8 @@ class _Writer:
                 self.kept.add(found.part)
                 self.lost.append(found.text)
                 continue
-            ship.write(body, blobs, self.path + ".part")
-            os.rename(self.path + ".part", self.path)
+            with atomic_write(Path(self.path)) as aside:
+                ship.write(body, blobs, str(aside))
             return
 
     def _attempt(self, roots: Mapping[str, Any]) -> tuple[io.BytesIO, ship.Blobs]:

@@ -171,33 +171,34 @@ def card_of(device: str) -> Card | None:
     return CARDS[smaller] if is_smaller and smaller in CARDS else found
 
 
-def card_for(name: str | None, device: str | None) -> str:
-    """The name of the card of a plan.
+def card_for(name: str | None, *devices: str) -> Card:
+    """The card of a plan.
 
     Args:
         name: as it was asked for; None takes the one whose times are known, or "h100".
-        device: on which operations were or will be measured, by PyTorch's name; None: they were
-            not.
+        devices: on which operations were or will be measured, by PyTorch's names.
 
     Raises:
         UserError: it is another one than that whose times are known.
     """
-    measured = None if device is None else card_of(device)
-    if name is None and measured is not None and measured.name != CPU:
-        return measured.name
-    asked = card_named(name or "h100")
-    if measured is None or measured.name == asked.name:
-        return asked.name
-    if measured.name == CPU:
+    measured = {device: card for device in devices if (card := card_of(device)) is not None}
+    known = next((card.name for card in measured.values() if card.name != CPU), "h100")
+    asked = card_named(name or known)
+    for device, card in measured.items():
+        if card.name == asked.name:
+            continue
+        if card.name == CPU:
+            raise UserError(
+                f"operations measured on a processor say nothing of {asked.name}. Plan for "
+                "processors: --card cpu; or measure on a machine with the GPU, with --measure "
+                "--profile FILE, and read that file here; or leave both out, for the card's "
+                "published peaks"
+            )
         raise UserError(
-            f"operations measured on a processor say nothing of {asked.name}. Plan for processors: "
-            "--card cpu; or measure on a machine with the GPU, with --measure --profile FILE, and "
-            "read that file here; or leave both out, for the card's published peaks"
+            f"the operations were measured on {device}, and the plan is for {asked.name}; leave "
+            "out --card, or the measurements"
         )
-    raise UserError(
-        f"the operations were measured on {device}, and the plan is for {asked.name}; leave out "
-        f"--card, or the measurements"
-    )
+    return asked
 
 
 def links_named(text: str) -> Links:

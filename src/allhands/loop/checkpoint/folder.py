@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from allhands.atomic_write import atomic_write
 from allhands.errors import UserError, kind_of, nearest
 from allhands.loop.checkpoint import tree
 from allhands.loop.checkpoint.files import (
@@ -328,12 +329,8 @@ def _replace_folder(source: Path, target: Path) -> None:
 
 def point(link: Path, name: str) -> None:
     """Let a link of a ``checkpoints`` folder point at a checkpoint in it, which is kept then."""
-    aside = link.with_name(f".{link.name}.{os.getpid()}.link")
-    with _links_change:
-        with contextlib.suppress(FileNotFoundError):
-            aside.unlink()
+    with _links_change, atomic_write(link) as aside:
         aside.symlink_to(name)
-        aside.replace(link)
 
 
 def _prune(folder: Path) -> None:
