@@ -75,6 +75,8 @@ def test_a_plan_is_for_the_card_whose_operations_were_measured() -> None:
     assert card_for("H200", "NVIDIA H200").name == "h200"
     assert card_for("a10", "NVIDIA L40").name == "a10"
     assert card_for("cpu", "cpu").name == "cpu"
+    with pytest.raises(UserError, match=r"on NVIDIA L40, .* write .* --card l40s --memory 24GB"):
+        card_for(None, "NVIDIA L40")
     with pytest.raises(UserError, match="were measured on NVIDIA H200, and the plan is for a100"):
         card_for("a100", "NVIDIA H200")
     for card in (None, "h100"):

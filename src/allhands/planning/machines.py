@@ -179,12 +179,21 @@ def card_for(name: str | None, *devices: str) -> Card:
         devices: on which operations were or will be measured, by PyTorch's names.
 
     Raises:
-        UserError: it is another one than that whose times are known.
+        UserError: it is another one than that whose times are known, or none was asked for and
+            they are of a device that is no known card.
     """
-    measured = {device: card for device in devices if (card := card_of(device)) is not None}
-    known = next((card.name for card in measured.values() if card.name != CPU), "h100")
-    asked = card_named(name or known)
-    for device, card in measured.items():
+    measured = {device: card_of(device) for device in devices}
+    known = {device: card for device, card in measured.items() if card is not None}
+    other = next((device for device in devices if device not in known), None)
+    if name is None and other is not None:
+        raise UserError(
+            f"the operations were measured on {other}, of which a plan knows no memory and no "
+            "peaks; write the card that is most like it, and its memory, such as --card l40s "
+            f"--memory 24GB. Known are: {', '.join(CARDS)}"
+        )
+    of_gpu = (card.name for card in known.values() if card.name != CPU)
+    asked = card_named(name or next(of_gpu, "h100"))
+    for device, card in known.items():
         if card.name == asked.name:
             continue
         if card.name == CPU:
