@@ -13,8 +13,8 @@ import torch
 
 import allhands.horovod.torch as hvd
 from allhands.horovod import collectives, lanes
-from tests.horovod.torch.test_ops import refused
-from tests.horovod.torch.test_rounds import Three, inputs, step_of
+from tests.horovod.torch.refusals import refused
+from tests.horovod.torch.rounds_worlds import Three, inputs, step_of
 from tests.patience import patience
 from tests.worlds import in_world
 

@@ -15,8 +15,16 @@ import allhands.horovod.torch as hvd
 from allhands.errors import UserError
 from allhands.horovod import engine
 from allhands.launch import spawn
-from tests.horovod.torch.test_optimizer import batches, by_hand, loss_of, model, optimizers, weights
-from tests.horovod.torch.test_rounds import STEPS, Counted, failed
+from tests.horovod.torch.optimizer_training import (
+    batches,
+    by_hand,
+    loss_of,
+    model,
+    optimizers,
+    weights,
+)
+from tests.horovod.torch.refusals import refused
+from tests.horovod.torch.rounds_worlds import STEPS, Counted
 from tests.patience import patience
 
 pytestmark = [pytest.mark.gpu(2), pytest.mark.serial]
@@ -158,7 +166,7 @@ def broken_promise() -> tuple[str, float]:
     else:
         step()
         torch.cuda.synchronize()
-    text = failed(lambda: hvd.allreduce(torch.ones(1, device="cuda")))
+    text = refused(lambda: hvd.allreduce(torch.ones(1, device="cuda")))
     took = time.monotonic() - began
     hvd.shutdown()
     return text, took

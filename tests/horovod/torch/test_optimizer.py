@@ -1,8 +1,8 @@
-"""`DistributedOptimizer` computes what one process computes: on uneven data, with every option,
-step by step."""
+"""`DistributedOptimizer` computes what one process computes, with every option; what it refuses."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,105 +12,18 @@ from torch import nn
 
 import allhands.horovod.torch as hvd
 from allhands.errors import UserError
+from tests.horovod.torch.optimizer_training import (
+    Batch,
+    batches,
+    loss_of,
+    model,
+    optimizers,
+    weights,
+)
+from tests.horovod.torch.refusals import refused
 from tests.worlds import in_world
 
 pytestmark = pytest.mark.serial
-Batch = tuple[torch.Tensor, torch.Tensor]
-
-
-def model(seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3)
-    )
-
-
-def batches(rank: int) -> list[Batch]:
-    """Rank r has 3 + 2 r batches, of different sizes."""
-    made = torch.Generator().manual_seed(100 + rank)
-    sizes = [4 + (rank + number) % 3 for number in range(3 + 2 * rank)]
-    return [
-        (torch.randn(size, 6, generator=made), torch.randint(3, (size,), generator=made))
-        for size in sizes
-    ]
-
-
-def loss_of(net: nn.Module, batch: Batch) -> torch.Tensor:
-    return nn.functional.cross_entropy(net(batch[0]), batch[1])
-
-
-def optimizers(kind: str, net: nn.Module) -> torch.optim.Optimizer:
-    if kind == "adamw":
-        return torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.1)
-    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-
-
-def refused(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except UserError as error:
-        return str(error)
-    return "nothing was refused"
-
-
-def weights(net: nn.Module) -> list[torch.Tensor]:
-    return [param.detach().clone() for param in net.parameters()]
-
-
-def by_hand(size: int, kind: str, op: str) -> list[torch.Tensor]:
-    """One process: each step adds up the gradients of the ranks that still have a batch."""
-    net = model()
-    optimizer = optimizers(kind, net)
-    data = [batches(rank) for rank in range(size)]
-    for step in range(max(map(len, data))):
-        left = [own[step] for own in data if step < len(own)]
-        divisor = {"Average": size, "ActiveAverage": len(left), "Sum": 1}[op]
-        optimizer.zero_grad()
-        for batch in left:
-            (loss_of(net, batch) / divisor).backward()
-        optimizer.step()
-    return weights(net)
-
-
-def train(kind: str, op: str, **options: Any) -> list[torch.Tensor]:
-    rank = hvd.rank()
-    net = model(seed=rank)  # rank 0's is what counts
-    optimizer = optimizers(kind, net)
-    hvd.broadcast_parameters(net.state_dict(), root_rank=0)
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    optimizer = hvd.DistributedOptimizer(
-        optimizer, named_parameters=net.named_parameters(), op=op, **options
-    )
-    for batch in batches(rank):
-        optimizer.zero_grad()
-        loss_of(net, batch).backward()
-        optimizer.step()
-    last = hvd.join()
-    # Those who joined early have stopped stepping.
-    hvd.broadcast_parameters(net.state_dict(), root_rank=last)
-    return weights(net)
-
-
-CASES = [("sgd", "Average"), ("adamw", "Average"), ("sgd", "Sum"), ("adamw", "ActiveAverage")]
-
-
-def uneven() -> list[list[torch.Tensor]]:
-    hvd.init()
-    found = [train(kind, op) for kind, op in CASES]
-    hvd.shutdown()
-    return found
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_uneven_data_with_join_trains_as_one_process_does(size: int) -> None:
-    ranks = in_world(size, uneven)
-    for number, (kind, op) in enumerate(CASES):
-        wanted = by_hand(size, kind, op)
-        for found in ranks:
-            for own, other in zip(found[number], wanted, strict=True):
-                torch.testing.assert_close(
-                    own, other, atol=1e-6, rtol=0, msg=lambda text, op=op: f"{op}: {text}"
-                )
 
 
 def passes(net: nn.Module, optimizer: Any) -> None:
@@ -325,32 +238,33 @@ def adasum() -> torch.Tensor:
 
 def refusals() -> dict[str, str]:
     net, found = model(), {}
+    told = functools.partial(refused, kind=UserError)
 
     def make(**options: Any) -> Any:
         return hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), **options)
 
-    found["twice"] = refused(
+    found["twice"] = told(
         lambda: make(named_parameters=[("w", param) for param in net.parameters()])
     )
-    found["missing"] = refused(lambda: make(named_parameters=list(net.named_parameters())[1:]))
-    found["no pairs"] = refused(lambda: make(named_parameters=list(net.parameters())))
-    found["predivide"] = refused(lambda: make(op=hvd.Sum, gradient_predivide_factor=2.0))
-    found["op"] = refused(lambda: make(op="Median"))
-    found["passes"] = refused(lambda: make(backward_passes_per_step=0))
-    found["groups"] = refused(lambda: make(groups=0))
-    found["lbfgs"] = refused(lambda: hvd.DistributedOptimizer(torch.optim.LBFGS(net.parameters())))
-    found["wrapped"] = refused(lambda: hvd.DistributedOptimizer(make()))
-    found["params"] = refused(lambda: hvd.broadcast_parameters(3))
+    found["missing"] = told(lambda: make(named_parameters=list(net.named_parameters())[1:]))
+    found["no pairs"] = told(lambda: make(named_parameters=list(net.parameters())))
+    found["predivide"] = told(lambda: make(op=hvd.Sum, gradient_predivide_factor=2.0))
+    found["op"] = told(lambda: make(op="Median"))
+    found["passes"] = told(lambda: make(backward_passes_per_step=0))
+    found["groups"] = told(lambda: make(groups=0))
+    found["lbfgs"] = told(lambda: hvd.DistributedOptimizer(torch.optim.LBFGS(net.parameters())))
+    found["wrapped"] = told(lambda: hvd.DistributedOptimizer(make()))
+    found["params"] = told(lambda: hvd.broadcast_parameters(3))
     net = model()
     optimizer = make(named_parameters=net.named_parameters())
     batch = batches(hvd.rank())[0]
     loss_of(net, batch).backward()
     with pytest.raises(AssertionError):  # as in Horovod
         optimizer.zero_grad()
-    found["zero_grad"] = refused(optimizer.zero_grad)
-    found["again"] = refused(lambda: loss_of(net, batch).backward())
+    found["zero_grad"] = told(optimizer.zero_grad)
+    found["again"] = told(lambda: loss_of(net, batch).backward())
     with optimizer.skip_synchronize():
-        found["skip"] = refused(optimizer.step)
+        found["skip"] = told(optimizer.step)
     optimizer.step()
     return found
 
