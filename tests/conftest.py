@@ -101,6 +101,7 @@ LONGEST = (
     "tests/faults/test_resume.py",
     "tests/launch/test_elastic_local_sgd.py",
     "tests/strategies/test_tensor.py",
+    "tests/strategies/test_tensor_training.py",
     "tests/runner/test_evaluate_in_callback.py",
     "tests/comm/test_calls.py",
     "tests/strategies/test_kvstore.py",

@@ -17,14 +17,10 @@ from allhands import DDP, Callback, KVStore, SupervisedRunner, UserError, Worker
 from allhands.launch import spawn
 from tests.reference import global_batches, relative_difference, train_by_hand
 from tests.runner.problems import classification, classifier
+from tests.strategies.kvstore_training import BATCH, EPOCHS, SAMPLES, by_hand, make_optimizer, train
 
 pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("preloaded")]
 
-SAMPLES, BATCH, EPOCHS = (
-    49,
-    4,
-    2,
-)  # with 2 and 3 workers, the last step of an epoch has one sample, so that a rank is idle
 RARE = 1.5  # two of the samples have more in their first number
 
 LOSSY: dict[str, dict[str, Any]] = {
@@ -35,65 +31,6 @@ LOSSY: dict[str, dict[str, Any]] = {
         "update": "worker",
     },
 }
-
-
-def make_optimizer(name: str, model: Any) -> torch.optim.Optimizer:
-    if name == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-    if name == "adam":
-        return torch.optim.Adam(model.parameters(), lr=0.02)
-    if name == "adafactor":
-        return torch.optim.Adafactor(model.parameters(), lr=0.02)
-    first, last = model[0].parameters(), model[3].parameters()
-    return torch.optim.AdamW(
-        [{"params": last, "lr": 0.03}, {"params": first, "weight_decay": 0.1}], lr=0.01
-    )
-
-
-def make_scheduler(name: str, optimizer: Any) -> Any:
-    # It changes the learning rate and momentum in every step.
-    return (
-        torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=200)
-        if name == "sgd"
-        else None
-    )
-
-
-def train(
-    strategy: Any, name: str = "adam", batch: int = BATCH, epochs: int = EPOCHS, **options: Any
-) -> Any:
-    model = classifier()
-    optimizer = make_optimizer(name, model)
-    data = classification(SAMPLES)
-    history = SupervisedRunner(device="cpu").train(
-        model=model,
-        criterion=nn.CrossEntropyLoss(),
-        optimizer=optimizer,
-        num_epochs=epochs,
-        distributed=strategy,
-        loaders={"train": DataLoader(data, batch, shuffle=True)},
-        scheduler=make_scheduler(name, optimizer),
-        **options,
-    )
-    return model, optimizer, history
-
-
-def by_hand(size: int, name: str, clip_norm: float | None) -> dict[str, torch.Tensor]:
-    model = classifier()
-    optimizer = make_optimizer(name, model)
-    scheduler = make_scheduler(name, optimizer)
-    steps = EPOCHS * -(-SAMPLES // size)
-    train_by_hand(
-        model,
-        nn.CrossEntropyLoss(),
-        optimizer,
-        classification(SAMPLES).tensors,
-        global_batches(SAMPLES, size, 42),
-        steps,
-        clip_norm,
-        scheduler.step if scheduler else lambda: None,
-    )
-    return model.state_dict()
 
 
 class Routed(nn.Module):
@@ -352,95 +289,6 @@ def test_workers_that_do_not_wait(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"mode": "asynch"}, "must be one of 'sync', 'async', 'ssp'"),
-        ({"mode": "async", "servers": 0}, "servers=1"),
-        ({"mode": "ssp", "servers": 1}, "staleness=None.*whole number of steps"),
-        ({"staleness": 2}, "only mode='ssp'"),
-        ({"servers": -1}, "whole number"),
-        ({"update": "server"}, "one of 'store', 'worker'"),
-        ({"mode": "async", "servers": 1, "update": "worker"}, "leave update out"),
-        ({"mode": "async", "servers": 1, "find_unused_parameters": True}, "set mode to 'sync'"),
-        ({"compress": True}, "write the name of a codec"),
-        ({"compress": "powersgd"}, "which only DDP has; write 'int8'"),
-        ({"compress": "fp16", "compression": {"type": "fp16"}}, "leave compression out"),
-        ({"compress": {"name": "3bit"}}, "there is no codec '3bit'"),
-        ({"compress": {"name": "topk", "keep": 2.0}}, "keep=2.0 of .topk"),
-        (
-            {"mode": "async", "compress": {"name": "fp16"}},
-            "other weights; write compress={'name': 'fp16', 'pull': 'none'}",
-        ),
-        (
-            {"update": "worker", "compress": {"name": "1bit"}},
-            "write compress={'name': '1bit', 'pull': 'none'}",
-        ),
-        (
-            {"damping": True},
-            r"KVStore\(mode='sync', damping=True\): synchronous steps are never stale; leave "
-            r"damping out",
-        ),
-        (
-            {"mode": "ssp", "staleness": 0, "damping": True},
-            "staleness=0, damping=True.*leave damping out",
-        ),
-        ({"mode": "async", "damping": 0.5}, "must be True or False"),
-        ({"snapshot_every": 5}, "snapshot_every=… and snapshot_dir=… belong together"),
-        (
-            {"snapshot_every": 5, "snapshot_dir": "s", "servers": 0},
-            "has no servers.*launch -s 1 --server-restarts 3",
-        ),
-        (
-            {"mirror": True, "servers": 0},
-            "has no servers.*mirror out.*launch -s 2 --server-restarts 3",
-        ),
-        ({"mirror": True, "mode": "async"}, "synchronous stores only"),
-        (
-            {"on_worker_loss": "continue"},
-            "set on_worker_loss to 'stop', or train with allhands.kvstore.Trainer",
-        ),
-        ({"on_worker_loss": "restart"}, "one of 'stop', 'continue'"),
-    ],
-)
-def test_settings_that_cannot_be(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        KVStore(**settings)
-
-
-def test_no_servers_for_workers_that_do_not_wait() -> None:
-    with pytest.raises(
-        UserError, match=r"needs parameter servers; write KVStore\(mode='async', servers=1"
-    ):
-        train(KVStore("async"), workers=2)
-    assert KVStore("async").exact is False
-    options = KVStore("ssp", staleness=2, damping=True, snapshot_every=5, snapshot_dir="s").options
-    assert options == {
-        "on_worker_loss": "stop",
-        "staleness": 2,
-        "damping": True,
-        "snapshot_every": 5,
-        "snapshot_dir": "s",
-    }
-    assert KVStore(compress={"name": "2bit"}).exact is False
-    assert KVStore(compress={"name": "none"}).exact
-    with pytest.raises(
-        UserError, match="starts its own servers once.*launch -s 1 --server-restarts 3"
-    ):
-        train(KVStore(servers=1, snapshot_every=5, snapshot_dir="s"), workers=2)
-    with pytest.raises(UserError, match="has no servers, so that none would come back"):
-        KVStore(snapshot_every=5, snapshot_dir="s").check(None)  # type: ignore[arg-type]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ALLHANDS_NUM_SERVERS", "1")
-        patch.setenv("ALLHANDS_ON_WORKER_FAILURE", "continue")
-        with pytest.raises(
-            UserError,
-            match="started with --on-worker-failure continue.*write --on-worker-failure stop",
-        ):
-            KVStore().check(None)  # type: ignore[arg-type]
-    assert KVStore("ssp", staleness=0).exact
-
-
 def with_spare(strategy: Any) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 4))
@@ -463,14 +311,3 @@ def test_a_parameter_without_a_gradient_is_left_alone_or_named() -> None:
     assert with_spare("kvstore")["spare"].tolist() == [1.0, 1.0]
     with pytest.raises((UserError, WorkerError), match="'spare' took no part in the loss"):
         with_spare(KVStore("async", servers=1))
-
-
-def test_the_old_name_of_compress_warns() -> None:
-    with pytest.warns(FutureWarning) as told:
-        assert (
-            KVStore(compression={"type": "topk", "ratio": 0.1}).compress
-            == KVStore(compress={"name": "topk", "keep": 0.1}).compress
-        )
-    said = " ".join(str(one.message) for one in told)
-    assert "write KVStore(compress=…)" in said
-    assert "write 'keep'" in said

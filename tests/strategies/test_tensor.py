@@ -16,18 +16,25 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
 
-from allhands import Mesh, SupervisedRunner, Tensor, UserError, load_checkpoint
-from allhands.models import GPT, MLP, NextToken
+from allhands import Mesh, Tensor, UserError, load_checkpoint
+from allhands.models import NextToken
 from tests.reference import global_batches, relative_difference, train_by_hand
+from tests.strategies.sliced_models import (
+    LENGTH,
+    SAMPLES,
+    VOCAB,
+    features,
+    gpt,
+    mlp,
+    sgd,
+    tokens,
+    train,
+)
 from tests.worlds import in_world
 
 pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("preloaded")]
 
-VOCAB, LENGTH, SAMPLES, BATCH = 37, 7, 23, 3
-# 4 an epoch for one share of the samples, the last of 5 samples; 2 for two shares, the last of 11
-STEPS = 20
 PLANS: dict[str, dict[str, Any]] = {
     "plain": {},
     "by name": {
@@ -42,149 +49,6 @@ PLANS: dict[str, dict[str, Any]] = {
     "loss": {"loss_parallel": True},
     "both": {"sequence_parallel": True, "loss_parallel": True},
 }
-
-
-def started(model: nn.Module) -> nn.Module:
-    """Biases start at 0 and stay near it, so that their relative differences would be rounding
-    alone; these do not."""
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-    return model
-
-
-def gpt(**options: Any) -> nn.Module:
-    torch.manual_seed(0)
-    return started(
-        GPT(
-            **(
-                {"vocab_size": VOCAB, "block_size": LENGTH, "layers": 2, "heads": 12, "width": 24}
-                | options
-            )
-        )
-    )
-
-
-def mlp() -> nn.Module:
-    torch.manual_seed(0)
-    return started(MLP(4, (12, 24), 10))
-
-
-def tokens() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randint(VOCAB, (SAMPLES, LENGTH), generator=generator)
-    y = x.roll(-1, 1).clone()
-    y[:7, :4] = -100
-    return x, y
-
-
-def features() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(SAMPLES, 4, generator=generator), torch.randint(
-        10, (SAMPLES,), generator=generator
-    )
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-# name -> (strategy, workers that see samples of their own, model, data, criterion, optimizer)
-TRAININGS: dict[str, tuple[Callable[[], Any], int, Any, Any, Any, Any]] = {
-    "tensor 4": (Tensor, 1, gpt, tokens, NextToken(), sgd),
-    "tensor 4, sequence and loss": (
-        lambda: Tensor(sequence_parallel=True, loss_parallel=True),
-        1,
-        gpt,
-        tokens,
-        NextToken(weight=torch.linspace(0.5, 1.5, VOCAB), label_smoothing=0.1),
-        sgd,
-    ),
-    "copies 2 x tensor 2": (
-        lambda: Mesh(dp=2, tp=2),
-        2,
-        lambda: gpt(tied=False),
-        tokens,
-        NextToken(),
-        sgd,
-    ),
-    "shards 2 x tensor 2": (lambda: Mesh(dp={"shard": 2}, tp=2), 2, gpt, tokens, NextToken(), sgd),
-    "shards 2 x tensor 2, sequence and loss": (
-        lambda: Mesh(
-            dp={"shard": 2}, tp=2, tensor=Tensor(sequence_parallel=True, loss_parallel=True)
-        ),
-        2,
-        gpt,
-        tokens,
-        NextToken(),
-        sgd,
-    ),
-    "stages 2 x tensor 2, sequence and loss": (
-        lambda: Mesh(pp=2, tp=2, tensor=Tensor(sequence_parallel=True, loss_parallel=True)),
-        1,
-        gpt,
-        tokens,
-        NextToken(),
-        sgd,
-    ),
-    "mlp": (
-        lambda: Mesh(dp=2, tp=2, tensor=Tensor(loss_parallel=True)),
-        2,
-        mlp,
-        features,
-        nn.CrossEntropyLoss(),
-        adamw,
-    ),
-}
-
-
-def train(
-    name: str, epochs: int | None = None, strategy: Any = None, **options: Any
-) -> tuple[dict[str, torch.Tensor], Any]:
-    made, shares, make, data, criterion, optimizer = TRAININGS[name]
-    model, samples = make(), TensorDataset(*data())
-    history = SupervisedRunner(device="cpu").train(
-        model=model,
-        criterion=criterion,
-        optimizer=optimizer(model),
-        num_epochs=epochs or 5 * shares,
-        accumulate=2,
-        clip_norm=0.5,
-        loaders={
-            "train": DataLoader(samples, BATCH, shuffle=True),
-            "valid": DataLoader(samples, 8),
-        },
-        metrics=["accuracy"] if make is mlp else [],
-        distributed=strategy or made(),
-        verbose=False,
-        **options,
-    )
-    return model.state_dict(), {key: values[-1] for key, values in history["valid"].items()}
-
-
-def by_hand(name: str) -> tuple[dict[str, torch.Tensor], Any]:
-    _, shares, make, data, criterion, optimizer = TRAININGS[name]
-    model, size = make(), BATCH * shares * 2
-    train_by_hand(
-        model,
-        criterion,
-        optimizer(model),
-        data(),
-        global_batches(SAMPLES, size, 42),
-        STEPS,
-        clip_norm=0.5,
-    )
-    with torch.no_grad():
-        output, target = model.eval()(data()[0]), data()[1]
-        values = {"loss": float(criterion(output, target))}
-        if make is mlp:
-            values["accuracy"] = float((output.argmax(1) == target).float().mean())
-    return model.state_dict(), values
 
 
 def resumed_by_hand() -> dict[str, torch.Tensor]:
@@ -420,10 +284,6 @@ def encoder(mesh: DeviceMesh) -> float:
     return max(float(difference.detach().abs().max()) for difference in differences)
 
 
-def trainings() -> dict[str, Any]:
-    return {name: train(name) for name in TRAININGS}
-
-
 def everything(logdir: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     found["saved"], _ = train("tensor 4", 2, logdir=logdir)
@@ -452,22 +312,6 @@ def logdir(tmp_path_factory: pytest.TempPathFactory) -> str:
 def results(logdir: str) -> list[dict[str, Any]]:
     """What each rank found."""
     return in_world(4, everything, logdir)
-
-
-@pytest.fixture(scope="module")
-def trained() -> list[dict[str, Any]]:
-    """What each rank has trained."""
-    return in_world(4, trainings)
-
-
-@pytest.mark.parametrize("name", TRAININGS)
-@pytest.mark.rare
-def test_a_training_equals_the_hand_written_loop(trained: list[dict[str, Any]], name: str) -> None:
-    expected, expected_values = by_hand(name)
-    for found in trained:
-        weights, values = found[name]
-        assert relative_difference(weights, expected) < 1e-6
-        assert values == pytest.approx(expected_values, rel=1e-5)
 
 
 def test_a_checkpoint_of_slices_goes_on_on_another_mesh_and_alone(

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from allhands import Callback, Mesh, SupervisedRunner, Tensor
 from allhands.models import NextToken
 from tests.reference import global_batches, relative_difference, train_by_hand
-from tests.strategies.test_tensor import BATCH, SAMPLES, gpt, sgd, tokens
+from tests.strategies.sliced_models import BATCH, SAMPLES, gpt, sgd, tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.serial]
 
