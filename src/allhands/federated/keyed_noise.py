@@ -113,7 +113,12 @@ class KeyedDropout(Keyed):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training or self.p == 0.0:
             return x
-        kept = self._kept(x)
+        made = self._ahead
+        kept = None if made is None or self.calls or self.over else made[self.step]
+        if kept is not None and kept.shape == x.shape and kept.dtype == x.dtype:
+            self.__dict__["calls"] = 1  # past `Module.__setattr__`
+        else:
+            kept = self._kept(x)
         return x.mul_(kept) if self.inplace else x * kept
 
     def _kept(self, x: torch.Tensor) -> torch.Tensor:
@@ -152,7 +157,9 @@ class KeyedDropout(Keyed):
 
     def _scaled(self, bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         kept = bits >= min(round(self.p * 2**32) - 2**31, 2**31 - 1)
-        return kept.to(dtype).mul_(1.0 / (1.0 - self.p))
+        scale = 1.0 / (1.0 - self.p)
+        # One operation where it gives this format by itself.
+        return kept * scale if dtype == torch.get_default_dtype() else kept.to(dtype).mul_(scale)
 
 
 class KeyedImages(Keyed):

@@ -24,7 +24,7 @@ from allhands.federated.executors.starting import measuring
 from allhands.federated.keyed_noise import KeyedNoise
 from allhands.federated.local_training import plain_step, restart
 from allhands.step import LossRule, Precision
-from allhands.step.update import update_function
+from allhands.step.update import backward, update_function
 
 #: Clients that are handed over at once, by kind of device. What is done with clients that have
 #: trained waits for the device, and a GPU that is waited for after every small client is idle for a
@@ -112,6 +112,7 @@ class Serial(Executor):
         self.precision = Precision(work.local.precision, server.device)
         self._room: torch.Tensor | None = None
         self._taken: list[Any] | None = None
+        self._one = torch.ones((), device=server.device)  # the gradient of a loss
         named = dict(work.model.named_parameters())
         self._weights = [named[place.name] for place in layout.parameters]
         self._slots = [
@@ -183,7 +184,8 @@ class Serial(Executor):
         keys = keys[: len(batches)]
         self._prepare(taken, sizes)
         self.rows.copy_(start)
-        server.layout.write_integers(server.integers, work.model)
+        if server.layout.integers:
+            server.layout.write_integers(server.integers, work.model)
         restart(self.optimizer)
         seed = derive_seed(work.seed, "noise", server.round, job.client)
         # torch.manual_seed would also ask all kinds of devices that are not there.
@@ -256,7 +258,9 @@ class Serial(Executor):
         if step == 0:
             LossRule.check_value(loss)
         self.noise.end()
-        loss.backward()
+        if self._one.dtype != loss.dtype:
+            self._one = self._one.to(loss.dtype)
+        backward(loss, self._one)
         made = self._made()
         if self._in_row:
             self._put_in_row(made)
