@@ -83,6 +83,7 @@ LONGEST = (
     "tests/cluster/test_elastic.py",
     "tests/launch/test_soak_membership.py",
     "tests/kvstore/test_processes.py",
+    "tests/kvstore/test_mid_round.py",
     "tests/walks/test_technician.py",
     "tests/world/test_world_processes.py",
     "tests/comm/test_mpi.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,26 +22,31 @@ STEPS = 5
 Values = dict[str, torch.Tensor]
 
 
-def first() -> Values:
-    return {name: torch.arange(count, dtype=torch.float32) for name, count in SIZES.items()}
+def first(sizes: Mapping[str, int] = SIZES) -> Values:
+    return {name: torch.arange(count, dtype=torch.float32) for name, count in sizes.items()}
 
 
-def gradients(rank: int, step: int) -> Values:
+def gradients(rank: int, step: int, sizes: Mapping[str, int] = SIZES) -> Values:
     return {
         name: torch.arange(count) % 7 + float((rank + 1) * (step + 1))
-        for name, count in SIZES.items()
+        for name, count in sizes.items()
     }
 
 
-def reference(took_part: list[set[int]], clip: float | None = None) -> Values:
-    """SGD with rate 0.5, by hand; who was in each step."""
-    weights = first()
+def reference(
+    took_part: list[set[int]],
+    clip: float | None = None,
+    sizes: Mapping[str, int] = SIZES,
+    shares: Sequence[float] = WEIGHTS,
+) -> Values:
+    """SGD with rate 0.5, by hand; who was in each step, and how much each worker counts."""
+    weights = first(sizes)
     for step, ranks in enumerate(took_part):
-        total = {name: torch.zeros(count) for name, count in SIZES.items()}
+        total = {name: torch.zeros(count) for name, count in sizes.items()}
         for rank in sorted(ranks):
-            for name, grad in gradients(rank, step).items():
+            for name, grad in gradients(rank, step, sizes).items():
                 total[name] += grad
-        factor = 1.0 / sum(WEIGHTS[rank] for rank in ranks)
+        factor = 1.0 / sum(shares[rank] for rank in ranks)
         for value in total.values():
             value.mul_(factor)
         if clip is not None:

@@ -12,30 +12,16 @@ import torch
 
 from allhands.errors import UserError, WorldError
 from allhands.kvstore import comeback
-from allhands.kvstore.parameter_server import ParameterServer
 from allhands.kvstore.rules import rules_of
 from allhands.kvstore.served import ServedStore
 from allhands.kvstore.store import Share
 from allhands.kvstore.store_modes import mode_named
 from tests.kvstore.launching import ending_by_hand, launch_with_servers
-from tests.kvstore.serving import TOKEN, Job, job
+from tests.kvstore.restarted_servers import finding_store, restart, training_data
+from tests.kvstore.serving import Job, job
 from tests.patience import patience
 
 STEPS = 12
-
-
-def _data() -> tuple[dict[str, torch.Tensor], list[list[dict[str, torch.Tensor]]]]:
-    draw = torch.Generator().manual_seed(5)
-    shapes = {f"k{number}": (50 + number * 1000, 3) for number in range(4)}
-    first = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
-    grads = [
-        [
-            {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
-            for _ in range(2)
-        ]
-        for _ in range(STEPS)
-    ]
-    return first, grads
 
 
 def _wait_for_snapshots(made: Job) -> None:
@@ -49,15 +35,6 @@ def _wait_for_snapshots(made: Job) -> None:
             time.sleep(0.01)
 
 
-def _restart(made: Job, number: int) -> None:
-    """As if the process had died and the launcher had started it again."""
-    made.servers[number].close()
-    again = ParameterServer(number, len(made.servers), made.workers, TOKEN.encode(), restarted=True)
-    again.start()
-    made.servers[number] = again
-    made.where[number] = again.where()
-
-
 def _train(
     folder: Path,
     kill_at: int | None,
@@ -69,23 +46,13 @@ def _train(
 ) -> tuple[dict[str, torch.Tensor], list[int]]:
     """Two workers, two servers; server 1 dies after so many steps. The weights, and the numbers of
     worker 0's steps."""
-    first, grads = _data()
-    rules = rules_of(mode_named(kind), {"snapshot_every": 3, "snapshot_dir": folder})
+    first, grads = training_data(STEPS)
     with job(2, 2) as made:
 
         def work(rank: int) -> tuple[dict[str, torch.Tensor], list[int]]:
-            store = ServedStore(
-                mode_named(kind),
-                rank,
-                2,
-                list(made.where),
-                rules,
-                0,
-                "one",
-                transport,
-                lambda one: made.where[one],
+            store = finding_store(
+                made, rank, transport, kind, snapshot_every=3, snapshot_dir=folder
             )
-            made.stores.append(store)
             store.set_optimizer("adam", {"lr": 0.01})
             if settings:  # values come back in fewer bits
                 store.set_gradient_compression({"name": "none", "pull": "fp16"})
@@ -99,7 +66,7 @@ def _train(
                         _wait_for_snapshots(made)
                     if before is not None:
                         before(made)
-                    _restart(made, 1)
+                    restart(made, 1)
                 # Most steps leave the learning rate as it was.
                 groups = [{"lr": 0.1 / (1 + step)}] if settings and step % 4 == 1 else None
                 step = store.update(
@@ -172,26 +139,14 @@ def test_a_server_that_is_lost_before_any_snapshot_ends_the_training_with_a_reas
 
 
 def test_a_server_without_a_key_comes_back_too(tmp_path: Path) -> None:
-    rules = rules_of(mode_named("dist"), {"snapshot_every": 1, "snapshot_dir": tmp_path})
     with job(1, 2) as made:
-        store = ServedStore(
-            mode_named("dist"),
-            0,
-            1,
-            list(made.where),
-            rules,
-            0,
-            "one",
-            "auto",
-            lambda one: made.where[one],
-        )
-        made.stores.append(store)
+        store = finding_store(made, 0, snapshot_every=1, snapshot_dir=tmp_path)
         store.init("a", torch.zeros(3))
         assert {piece.server for piece in store._pieces["a"]} == {0}
         out = torch.empty(3)
         for step in range(6):
             if step == 3:
-                _restart(made, 1)
+                restart(made, 1)
             store.pushpull("a", torch.full((3,), float(step)), out)
             assert out.tolist() == [float(step)] * 3
         store.barrier()
@@ -216,19 +171,8 @@ def test_a_server_that_does_not_come_back_is_waited_for_with_a_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(comeback, "RETURN_TIMEOUT", 1.0)
-    rules = rules_of(mode_named("dist"), {"snapshot_every": 1, "snapshot_dir": tmp_path})
     with job(1) as made:
-        store = ServedStore(
-            mode_named("dist"),
-            0,
-            1,
-            list(made.where),
-            rules,
-            0,
-            "one",
-            "auto",
-            lambda one: made.where[one],
-        )
+        store = finding_store(made, 0, snapshot_every=1, snapshot_dir=tmp_path)
         store.init("a", torch.zeros(3))
         made.servers[0].close()
         with pytest.raises(
@@ -273,7 +217,7 @@ print("sum", float(outs["w"].double().sum()).hex(), float(outs["b"].double().sum
 """
 
 
-# rare: test_processes.py kills a server of a job that has snapshots, test_mirror.py one that a
+# rare: test_mid_round.py kills a server of a job that has snapshots, test_mirror.py one that a
 # training uses.
 @pytest.mark.rare
 @pytest.mark.serial

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from allhands.errors import UserError, WorldError
-from allhands.kvstore.parameter_server import ParameterServer
 from allhands.kvstore.rules import check_servers, rules_of
 from allhands.kvstore.served import ServedStore
 from allhands.kvstore.server_link import ServerLink
@@ -21,30 +20,11 @@ from allhands.kvstore.store import Share
 from allhands.kvstore.store_modes import mode_named
 from allhands.kvstore.values import RowSparse
 from tests.kvstore.launching import ending_by_hand, launch_with_servers
-from tests.kvstore.serving import TOKEN, Job, job
+from tests.kvstore.restarted_servers import SHAPES, finding_store, restart, training_data
+from tests.kvstore.serving import Job, Weights, job
 from tests.patience import patience
 
 STEPS = 9
-SHAPES = {f"k{number}": (50 + number * 1000, 3) for number in range(4)}
-Weights = dict[str, torch.Tensor]
-
-
-def _restart(made: Job, *numbers: int) -> None:
-    """As if the processes had died and the launcher had started them again."""
-    for number in numbers:
-        made.servers[number].close()
-    for number in numbers:
-        again = ParameterServer(
-            number,
-            len(made.servers),
-            made.workers,
-            TOKEN.encode(),
-            restarted=True,
-            find=lambda one: made.where[one],
-        )
-        again.start()
-        made.servers[number] = again
-        made.where[number] = again.where()
 
 
 def _whole(made: Job, number: int) -> None:
@@ -56,22 +36,7 @@ def _whole(made: Job, number: int) -> None:
 
 
 def _store(made: Job, rank: int, transport: str = "auto", **options: Any) -> ServedStore:
-    mode = mode_named("dist")
-    rules = rules_of(mode, {"mirror": True, **options})
-    made.stores.append(
-        ServedStore(
-            mode,
-            rank,
-            made.workers,
-            list(made.where),
-            rules,
-            0,
-            "one",
-            transport,
-            lambda one: made.where[one],
-        )
-    )
-    return made.stores[-1]
+    return finding_store(made, rank, transport, mirror=True, **options)
 
 
 def _train(
@@ -85,15 +50,7 @@ def _train(
 ) -> tuple[Weights, list[int]]:
     """Two workers; before some steps, worker 0 kills servers. The weights, and the numbers of
     worker 0's steps."""
-    draw = torch.Generator().manual_seed(5)
-    first = {name: torch.randn(shape, generator=draw) for name, shape in SHAPES.items()}
-    grads = [
-        [
-            {name: torch.randn(shape, generator=draw) for name, shape in SHAPES.items()}
-            for _ in range(2)
-        ]
-        for _ in range(STEPS)
-    ]
+    first, grads = training_data(STEPS)
     rates = [{"lr": 0.01 / (1 + step)} for step in range(STEPS)]
     kills = dict(kills)
     with job(2, servers) as made:
@@ -146,9 +103,9 @@ def test_no_step_is_lost_whichever_server_dies(servers: int, options: dict[str, 
 
     def second(made: Job) -> None:
         _whole(made, 0)
-        _restart(made, 0)
+        restart(made, 0)
 
-    ours, taken = _train({2: lambda made: _restart(made, 1), 5: second}, servers, **options)
+    ours, taken = _train({2: lambda made: restart(made, 1), 5: second}, servers, **options)
     assert taken == list(range(1, STEPS + 1))
     _same(expected, ours)
 
@@ -160,7 +117,7 @@ def test_a_server_dies_in_the_midst_of_rounds() -> None:
         def later(made: Job, delay: float = delay) -> None:
             def kill() -> None:
                 time.sleep(delay)
-                _restart(made, 1)
+                restart(made, 1)
 
             made.extra = threading.Thread(target=kill, daemon=True)  # type: ignore[attr-defined]
             made.extra.start()  # type: ignore[attr-defined]
@@ -179,10 +136,10 @@ def test_the_keeper_of_a_copy_dies_and_the_next_copy_is_whole(
     def second(made: Job) -> None:
         _whole(made, 1)
         told.append(capfd.readouterr().out)
-        _restart(made, 1)
+        restart(made, 1)
 
     capfd.readouterr()
-    ours, taken = _train({2: lambda made: _restart(made, 0), 6: second})
+    ours, taken = _train({2: lambda made: restart(made, 0), 6: second})
     assert taken == list(range(1, STEPS + 1))
     _same(expected, ours)
     assert (
@@ -201,7 +158,7 @@ def test_without_any_copy_a_snapshot_is_next(tmp_path: Path) -> None:
             and time.monotonic() < deadline
         ):  # type: ignore[union-attr]
             time.sleep(0.01)
-        _restart(made, 0, 1)
+        restart(made, 0, 1)
 
     ours, taken = _train({5: both}, rules={"snapshot_every": 3, "snapshot_dir": tmp_path})
     assert taken[5] in (3, 4)  # 4: its snapshot was of the very step
@@ -212,7 +169,7 @@ def test_without_copy_and_snapshots_the_reason_is_told() -> None:
     with pytest.raises(
         WorldError, match=r"server .+ was lost, and so was the copy .*snapshot_every"
     ):
-        _train({5: lambda made: _restart(made, 0, 1)})
+        _train({5: lambda made: restart(made, 0, 1)})
 
 
 def test_a_copy_that_is_too_old_is_never_taken_for_the_present() -> None:
@@ -222,7 +179,7 @@ def test_a_copy_that_is_too_old_is_never_taken_for_the_present() -> None:
         mirror.close()
 
     with pytest.raises(WorldError, match="older than what workers have got"):
-        _train({2: cut, 5: lambda made: _restart(made, 1)})
+        _train({2: cut, 5: lambda made: restart(made, 1)})
 
 
 def test_values_and_rows_that_were_pushed_and_not_read_are_pushed_again() -> None:
@@ -243,7 +200,7 @@ def test_values_and_rows_that_were_pushed_and_not_read_are_pushed_again() -> Non
                 )
                 if kill and step in (1, 2):
                     _whole(made, step - 1)
-                    _restart(made, step - 1)
+                    restart(made, step - 1)
                 store.pull("a", out)
                 got = store.row_sparse_pull("t", row_ids=torch.tensor([4, 99, 7, 1]))
             store.barrier()
@@ -268,7 +225,7 @@ def test_rows_and_dense_keys_that_are_clipped_together_survive_too(lost: int) ->
                 for step in range(6):
                     if kill and rank == 0 and step in (2, 4):
                         _whole(made, lost)
-                        _restart(made, lost)
+                        restart(made, lost)
                     rows = torch.full((3, 3), 1.0 + rank + step)
                     sparse = torch.sparse_coo_tensor(
                         ids[rank][None], rows, (50, 3), is_coalesced=True, check_invariants=True
@@ -310,7 +267,7 @@ def test_a_norm_of_the_time_before_is_not_taken_for_the_steps(
 
     monkeypatch.setattr(ServedStore, "_begin", seen)
     monkeypatch.setattr(ServerLink, "forget", late)
-    ours, _ = _train({3: lambda made: _restart(made, 1)})
+    ours, _ = _train({3: lambda made: restart(made, 1)})
     assert stale
     _same(expected, ours)
 
@@ -404,10 +361,10 @@ def test_a_state_is_read_or_loaded_again_when_a_server_dies_meanwhile(when: str,
                     def dying(*given: Any) -> None:
                         setattr(store, name, whole)
                         if when == "before load":
-                            _restart(made, lost)
+                            restart(made, lost)
                         whole(*given)
                         if when != "before load":
-                            _restart(made, lost)
+                            restart(made, lost)
 
                     if when != "state":
                         setattr(store, name, dying)

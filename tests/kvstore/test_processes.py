@@ -7,146 +7,21 @@ import json
 import os
 import re
 import secrets
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch.distributed import TCPStore
 
 from allhands.kvstore.credentials import key
-from tests.launch.conftest import Job, mark, wait_until  # noqa: F401
+from tests.kvstore.failing_workers import BEGIN, HOST, WITHIN, launched, reference, same
+from tests.launch.conftest import Job
 from tests.patience import patience
 
 pytestmark = pytest.mark.serial
-
-LEASE = 2.0
-WITHIN = LEASE + 1.0
-HOST = os.uname().nodename
-SIZES = {"a": 1000, "b": 40_000}
-
-# What all programs begin with: a training by gradients that the servers add up, and ways to fail in
-# the midst of it.
-BEGIN = """
-import atexit, json, os, signal, sys, time
-from pathlib import Path
-import torch
-from allhands import kvstore as kv
-from allhands.errors import WorldError
-from allhands.kvstore.wire_frames import Kind, pack
-torch.set_num_threads(1)
-SIZES = {"a": 1000, "b": 40_000}
-
-
-def joined(store, optimizer=False):
-    # An optimizer on the servers takes seconds the first time: torch then imports its compiler.
-    first = {name: torch.arange(count, dtype=torch.float32) for name, count in SIZES.items()}
-    if optimizer:
-        store.set_optimizer("sgd", lr=0.5)
-    store.declare(first, complete=True)
-    return first
-
-
-def grads(rank, step):
-    more = float((rank + 1) * (step + 1))
-    return {name: torch.arange(count) % 7 + more for name, count in SIZES.items()}
-
-
-def update(store, weights, step):
-    mine, share = grads(store.rank, step), kv.Share(1.0 + store.rank, 1.0)
-    if store.optimizer is not None:
-        return store.update(mine, weights, share)
-    taken = store.reduce(mine, share)
-    for name, grad in mine.items():
-        weights[name] -= 0.5 * grad
-    return taken
-
-
-def note(name, value):
-    path = Path(f"{name}.part")
-    path.write_text(json.dumps(value))
-    path.rename(name)
-
-
-def fail(name, how):
-    note(name, time.monotonic())
-    if how in ("SIGKILL", "SIGSTOP"):
-        os.kill(os.getpid(), getattr(signal, how))
-    elif how == "exception":
-        raise ValueError("planted")
-    else:
-        sys.exit(3)
-
-
-def fail_at(store, step, when, how, name):
-    if when == "mid-chunk":
-        _, meta, involved = store._begin(list(SIZES), kv.Share(1.0 + store.rank, 1.0), None, None)
-        store._settle()
-        for link in involved:
-            piece = next(piece for piece in store._pieces["b"] if piece.server == link.number)
-            nbytes = 4 * (piece.stop - piece.start)
-            head = pack(Kind.PUSH, 0, piece.number, meta, step + 1, nbytes)
-            link._up.sendall(head + bytes(nbytes // 2))
-    elif when == "after push":
-        store._send(grads(store.rank, step), None, kv.Share(1.0 + store.rank, 1.0))
-        store._settle()
-    elif when == "in a barrier":
-        signal.signal(signal.SIGALRM, lambda *_: fail(name, how))
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
-        store.barrier()
-        return
-    elif when == "at exit" and how != "exception":
-        atexit.register(fail, name, how)  # runs before the store says goodbye
-        return
-    fail(name, how)
-"""
-
-
-@pytest.fixture(autouse=True)
-def short_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ALLHANDS_KVSTORE_LEASE", str(LEASE))
-
-
-@pytest.fixture
-def job(mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:  # noqa: F811
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.chdir(tmp_path)
-    return Job(mark, tmp_path)
-
-
-def launched(job: Job, text: str, *words: str, argument: str = "{}") -> tuple[int, str, list[str]]:
-    """Exit code, output, and what the launcher reported; nothing is left five seconds later."""
-    code, out, err = job.run(*words, job.script(BEGIN + text), argument, timeout=patience(90))
-    assert wait_until(lambda: not job.alive(), 5), f"left behind: {job.alive()}"
-    told = [
-        re.sub(r"pid \d+", "PID", line)
-        for line in err.splitlines()
-        if line.startswith("allhands: ")
-    ]
-    return code, out + err, told
-
-
-def reference(took_part: list[set[int]]) -> dict[str, torch.Tensor]:
-    """The same training by hand; who was in each step."""
-    weights = {name: torch.arange(count, dtype=torch.float32) for name, count in SIZES.items()}
-    for step, ranks in enumerate(took_part):
-        for name, count in SIZES.items():
-            total = torch.zeros(count)
-            for rank in sorted(ranks):
-                total += torch.arange(count) % 7 + float((rank + 1) * (step + 1))
-            weights[name] -= 0.5 * (total * (1.0 / sum(1.0 + rank for rank in ranks)))
-    return weights
-
-
-def same(path: Path, expected: dict[str, torch.Tensor]) -> bool:
-    found = torch.load(path)
-    return all(torch.equal(found[name], value) for name, value in expected.items())
-
 
 # ------------------------------------------------------------------ a loss that stops all
 
@@ -232,7 +107,7 @@ WHENS = ("before push", "mid-chunk", "after push", "in a barrier", "at exit")
 
 
 @pytest.fixture
-def servers(mark: str, tmp_path: Path) -> Iterator[list[dict[str, Any]]]:  # noqa: F811
+def servers(mark: str, short_lease: None, tmp_path: Path) -> Iterator[list[dict[str, Any]]]:
     """Two servers of a job of two workers, started with the variables that the launcher gives
     them."""
     meeting = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -404,7 +279,7 @@ def test_the_others_go_on_without_workers_that_fail_in_any_way(job: Job) -> None
         assert same(Path(f"weights-{rank}.pt"), reference(took_part[:steps])), rank
 
 
-# ------------------------------------------------- no failure: fewer batches, nothing to do, Ctrl-C
+# ------------------------------------------------------ no failure: fewer batches, nothing to do
 
 UNEVEN = """
 store = kv.create("dist")
@@ -433,87 +308,3 @@ def test_a_worker_with_fewer_batches_leaves_and_servers_that_wait_use_no_core(jo
         assert same(Path(f"weights-{rank}.pt"), reference(took_part[:steps]))
     # It is below 1 % on a machine that does nothing else; one that polls would use a whole core.
     assert max(json.loads(Path("used").read_text())) < 0.05
-
-
-MID_ROUND = """
-rules = json.loads(sys.argv[1])
-store = kv.create("dist", **rules)
-weights = joined(store, optimizer=bool(rules))
-step = 0
-while step < 6:
-    if step == 3 and store.rank == 1 and not Path("fault").exists():
-        time.sleep(0.4)  # the other one has pushed, and waits
-        CUT
-    step = update(store, weights, step).number
-torch.save(weights, f"weights-{store.rank}.pt")
-"""
-
-
-# rare: launch/test_failures.py has Ctrl-C, and the tests beside this one the end of servers.
-@pytest.mark.rare
-def test_ctrl_c_ends_all_in_the_midst_of_a_round(job: Job) -> None:
-    cut = 'note("fault", 0); time.sleep(30)'
-    process = job.start(
-        "-n", "2", "-s", "2", job.script(BEGIN + MID_ROUND.replace("CUT", cut)), "{}"
-    )
-    assert wait_until(Path("fault").exists, 30)
-    process.send_signal(signal.SIGINT)
-    began = time.monotonic()
-    _, err = process.communicate(timeout=patience(20))
-    assert (process.returncode, err.decode()) == (
-        130,
-        "allhands: stopped by SIGINT; no worker is left\n",
-    )
-    assert wait_until(lambda: not job.alive(), 5)
-    assert time.monotonic() - began < patience(5.0)
-
-
-KILL = 'note("fault", time.monotonic()); os.kill(store.links[1].where["pid"], signal.SIGKILL)'
-
-
-def test_a_server_that_is_killed_in_mid_round_is_named(job: Job) -> None:
-    text = MID_ROUND.replace("CUT", KILL).replace(
-        "    step = update(store, weights, step).number",
-        """    try:
-        step = update(store, weights, step).number
-    except WorldError as error:
-        note(f"told-{store.rank}", [time.monotonic(), str(error)])
-        raise""",
-    )
-    code, out, told = launched(
-        job, "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + text, "-n", "2", "-s", "2"
-    )
-    assert code == 137, out
-    assert told[-1].startswith(f"allhands: server 1 ({HOST}, PID) failed first: killed by SIGKILL")
-    named = []
-    for rank in range(2):
-        at, said = json.loads(Path(f"told-{rank}").read_text())
-        named.append(
-            re.fullmatch(
-                rf"server 1 \(host {HOST}, process \d+\) is gone: its connection ended(; worker \d "
-                r".*)?",
-                said,
-            )
-        )
-        # The other server may tell a rank that is slow of the worker that has ended by then.
-        assert named[-1] or re.match(
-            rf"worker {1 - rank} \(host {HOST}, process \d+\) is lost: its connection ended", said
-        )
-        assert at - json.loads(Path("fault").read_text()) < patience(WITHIN)
-    assert any(named)
-
-
-def test_a_server_that_is_killed_in_mid_round_comes_back_from_a_snapshot(job: Job) -> None:
-    ready = (
-        "\n        while not all(3 in link.ask('snapshots')['steps'] for link in store.links): "
-        "time.sleep(0.01)\n        "
-    )
-    rules = json.dumps({"snapshot_every": 1, "snapshot_dir": "snapshots"})
-    words = ("-n", "2", "-s", "2", "--server-restarts", "1")
-    code, out, told = launched(job, MID_ROUND.replace("CUT", ready + KILL), *words, argument=rules)
-    assert code == 0, out
-    assert "all go on from step 3, of which there is a snapshot" in out
-    assert len(told) == 1
-    assert told[0].endswith("started again (1 of 1)")
-    for rank in range(2):
-        assert same(Path(f"weights-{rank}.pt"), reference([{0, 1}] * 6))

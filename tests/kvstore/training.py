@@ -1,5 +1,5 @@
 """One small training for the tests of stores: uneven shares, a short batch, a step without samples
-for the last worker."""
+for the last worker. And a net of one weight whose gradients are easy to tell."""
 
 from __future__ import annotations
 
@@ -96,3 +96,16 @@ def by_hand(
 def largest_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
     assert ours.keys() == theirs.keys()
     return max(float((ours[key] - theirs[key]).abs().max()) for key in ours)
+
+
+def line() -> nn.Linear:
+    """y = 0 * x + 0."""
+    net = nn.Linear(1, 1)
+    for parameter in net.parameters():
+        nn.init.zeros_(parameter)
+    return net
+
+
+def backward(net: nn.Module, *values: float) -> None:
+    """Gradients: of the weight the sum of the values, of the bias their number."""
+    net(torch.tensor(values).view(-1, 1)).sum().backward()
