@@ -75,9 +75,6 @@ def refused(call: Callable[[], Any], *words: str) -> None:
     raise AssertionError(f"not refused: {words}")
 
 
-# Reductions.
-
-
 def reduced(op: Any, dtype: torch.dtype) -> torch.Tensor:
     """Computed by hand, in 64 bits."""
     wide = torch.float64 if dtype.is_floating_point else torch.int64
@@ -260,143 +257,6 @@ def more_than_a_piece() -> None:
     equal(tensor, torch.stack(everybody(count)).sum(0))
 
 
-# Data that moves.
-
-
-@probe
-def reduce_to_each_root() -> None:
-    for root in range(SIZE):
-        tensor = data(RANK)
-        dist.reduce(tensor, root, ReduceOp.MAX)
-        equal(tensor, torch.stack(everybody()).amax(0) if root == RANK else data(RANK))
-
-
-@probe
-def gathers() -> None:
-    parts = [torch.empty(5) for _ in range(SIZE)]
-    dist.all_gather(parts, data(RANK))
-    equal(torch.stack(parts), torch.stack(everybody()))
-    out = torch.empty(SIZE, 5)
-    dist.all_gather_into_tensor(out, data(RANK))
-    equal(out, torch.stack(everybody()))
-    out = torch.zeros(SIZE * 5)  # as FSDP2 does: from its own place
-    out[RANK * 5 : (RANK + 1) * 5] = data(RANK)
-    dist.all_gather_into_tensor(out, out[RANK * 5 : (RANK + 1) * 5])
-    equal(out, torch.cat(everybody()))
-    for root in range(SIZE):
-        parts = [torch.empty(5) for _ in range(SIZE)] if root == RANK else []
-        dist.gather(data(RANK), parts or None, dst=root)
-        if root == RANK:
-            equal(torch.stack(parts), torch.stack(everybody()))
-        came = torch.empty(5)
-        dist.scatter(
-            came, [data(rank + 10) for rank in range(SIZE)] if root == RANK else None, src=root
-        )
-        equal(came, data(RANK + 10))
-
-
-@probe
-def reduce_scatters() -> None:
-    for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MIN):
-        stacked = torch.stack([data(rank, 5 * SIZE) for rank in range(SIZE)])
-        expected = {
-            ReduceOp.SUM: stacked.sum(0),
-            ReduceOp.AVG: stacked.mean(0),
-            ReduceOp.MIN: stacked.amin(0),
-        }[op]
-        part = torch.empty(5)
-        dist.reduce_scatter_tensor(part, data(RANK, 5 * SIZE), op)
-        torch.testing.assert_close(part, expected[RANK * 5 : (RANK + 1) * 5])
-        part = torch.empty(5)
-        dist.reduce_scatter(part, list(data(RANK, 5 * SIZE).chunk(SIZE)), op)
-        torch.testing.assert_close(part, expected[RANK * 5 : (RANK + 1) * 5])
-    whole = data(RANK, 5 * SIZE)
-    dist.reduce_scatter_tensor(whole[RANK * 5 : (RANK + 1) * 5], whole)
-    equal(whole[RANK * 5 : (RANK + 1) * 5], stacked.sum(0)[RANK * 5 : (RANK + 1) * 5])
-
-
-@probe
-def all_to_alls() -> None:
-    parts = [torch.empty(3) for _ in range(SIZE)]
-    dist.all_to_all(parts, [torch.full((3,), RANK * 10.0 + rank) for rank in range(SIZE)])
-    equal(torch.stack(parts)[:, 0], torch.tensor([rank * 10.0 + RANK for rank in range(SIZE)]))
-    parts = [
-        torch.empty(rank, 2) for rank in range(SIZE)
-    ]  # rank r sends r rows to everybody, rank 0 none
-    dist.all_to_all(parts, [torch.full((RANK, 2), float(RANK)) for _ in range(SIZE)])
-    for rank, part in enumerate(parts):
-        equal(part, torch.full((rank, 2), float(rank)))
-    out = torch.empty(SIZE * 2)
-    dist.all_to_all_single(out, torch.arange(SIZE * 2.0) + 100 * RANK)
-    equal(
-        out,
-        torch.cat([torch.arange(RANK * 2.0, RANK * 2 + 2) + 100 * rank for rank in range(SIZE)]),
-    )
-    sends = [(RANK + rank) % SIZE for rank in range(SIZE)]  # the same both ways
-    rows = torch.arange(sum(sends) * 2.0).view(-1, 2) + 100 * RANK
-    out = torch.empty(sum(sends), 2)
-    dist.all_to_all_single(out, rows, sends, sends)
-    for rank, part in enumerate(out.split(sends)):
-        theirs = [(rank + other) % SIZE for other in range(SIZE)]
-        equal(part, (torch.arange(sum(theirs) * 2.0).view(-1, 2) + 100 * rank).split(theirs)[RANK])
-
-
-@probe
-def coalesced() -> None:
-    tensors = [data(RANK, 3), data(RANK, 4).view(2, 2)]
-    with dist._coalescing_manager():
-        for tensor in tensors:
-            dist.all_reduce(tensor)
-    equal(tensors[0], torch.stack(everybody(3)).sum(0))
-    equal(tensors[1], torch.stack(everybody(4)).sum(0).view(2, 2))
-    group = dist.group.WORLD
-    outs, parts = [torch.empty(SIZE * 3), torch.empty(SIZE * 2)], [torch.empty(1), torch.empty(2)]
-    for names, outputs, inputs in (
-        (
-            ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"),
-            outs,
-            [data(RANK, 3), data(RANK, 2)],
-        ),
-        (
-            ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
-            parts,
-            [data(RANK, SIZE), data(RANK, 2 * SIZE)],
-        ),
-    ):
-        for name in names:
-            getattr(group, name)(outputs, inputs).wait()
-    equal(outs[0], torch.cat(everybody(3)))
-    equal(outs[1], torch.cat(everybody(2)))
-    equal(parts[0], torch.stack(everybody(SIZE)).sum(0)[RANK : RANK + 1])
-    equal(parts[1], torch.stack(everybody(2 * SIZE)).sum(0)[2 * RANK : 2 * RANK + 2])
-
-
-@probe
-def functional_collectives() -> None:
-    import torch.distributed._functional_collectives as functional
-
-    group = dist.group.WORLD
-    equal(functional.all_reduce(data(RANK), "sum", group) + 0, torch.stack(everybody()).sum(0))
-    equal(functional.all_gather_tensor(data(RANK), 0, group) + 0, torch.cat(everybody()))
-    found = functional.reduce_scatter_tensor(data(RANK, 2 * SIZE), "sum", 0, group) + 0
-    equal(found, torch.stack(everybody(2 * SIZE)).sum(0)[2 * RANK : 2 * RANK + 2])
-    found = (
-        functional.all_to_all_single(torch.arange(SIZE * 1.0) + 10 * RANK, None, None, group) + 0
-    )
-    equal(found, torch.tensor([10.0 * rank + RANK for rank in range(SIZE)]))
-    equal(functional.broadcast(data(RANK), 1, group) + 0, data(1))
-
-
-@probe
-def objects() -> None:
-    found: list[Any] = [None] * SIZE
-    dist.all_gather_object(found, {"rank": RANK, "text": "x" * (RANK + 1)})
-    assert [entry["rank"] for entry in found] == list(range(SIZE))
-    told = ["from 1" if RANK == 1 else None]
-    dist.broadcast_object_list(told, 1)
-    assert told == ["from 1"]
-
-
 @probe
 def sparse() -> None:
     def make(rank: int) -> torch.Tensor:
@@ -411,7 +271,7 @@ def sparse() -> None:
 
 def main(folder: str) -> None:
     global RANK, SIZE
-    from tests.comm import mpi_groups, mpi_training  # noqa: F401  (they add their probes)
+    from tests.comm import mpi_groups, mpi_moves, mpi_training  # noqa: F401  (they add probes)
 
     dist.init_process_group("mpi", timeout=timedelta(seconds=20))
     RANK, SIZE = dist.get_rank(), dist.get_world_size()

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from tests.comm import mpi_groups, mpi_probes, mpi_training  # noqa: F401  (two add their probes)
+from tests.comm import mpi_groups, mpi_moves, mpi_probes, mpi_training  # noqa: F401  (add theirs)
 from tests.pages import run_page
 from tests.patience import patience
-from tests.world.test_world_processes import clean_environ
+from tests.world.forked_processes import clean_environ
 
 pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("forked_python")]
 

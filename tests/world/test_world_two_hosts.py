@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 from tests.patience import patience
-
-from .test_world_processes import SCRIPT, clean_environ
+from tests.world.forked_processes import SCRIPT, clean_environ
 
 pytestmark = [pytest.mark.serial, pytest.mark.slow, pytest.mark.usefixtures("forked_python")]
 # Debian's default, and the trap: a host's own name is a loopback address there.
