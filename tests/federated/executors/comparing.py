@@ -13,6 +13,7 @@ from allhands.models import RandomCrop, RandomFlip
 from tests.federated import simulating as sim
 
 SIZES = (10, 25, 17, 3, 8)
+CHUNKS = [{"name": "stacked", "chunk": 1}, {"name": "stacked", "chunk": 3}, "stacked"]
 
 
 def images(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import allhands
 from allhands.errors import UserError
 from allhands.federated.executors import Auto, Graph, Stacked
 from tests.federated import simulating as sim
@@ -34,7 +33,7 @@ ALL = [
 
 
 @pytest.fixture(autouse=True)
-def _world():
+def _exact():
     before = (
         torch.backends.cuda.matmul.allow_tf32,
         torch.backends.cudnn.allow_tf32,
@@ -42,8 +41,7 @@ def _world():
     )
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.deterministic = True
-    yield allhands.init(device="cpu")
-    allhands.finalize()
+    yield
     (
         torch.backends.cuda.matmul.allow_tf32,
         torch.backends.cudnn.allow_tf32,

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-import allhands
 from allhands.federated.executors import ClientError, CohortMember, Graph, Stacked
 from tests.federated import simulating as sim
 from tests.federated.executors.comparing import SIZES, Pulled, images, network
@@ -31,11 +30,9 @@ class Replayed:
 
 
 @pytest.fixture(autouse=True)
-def _world(monkeypatch):
+def _replayed(monkeypatch):
     monkeypatch.setattr("allhands.federated.executors.graph.GraphCapture", Replayed)
     monkeypatch.setattr("allhands.federated.executors.stacked.GraphCapture", Replayed)
-    yield allhands.init(device="cpu")
-    allhands.finalize()
 
 
 class Keeping(Pulled):

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-import allhands
 from allhands.errors import UserError
 from allhands.federated import Federated
 from allhands.federated.executors.shared import Shared, _part
@@ -17,12 +16,6 @@ from allhands.federated.team import Team
 from tests.federated import simulating as sim
 
 TWO = Team(number=0, teams=1, place=0, size=2)
-
-
-@pytest.fixture(autouse=True)
-def _world():
-    yield allhands.init(device="cpu")
-    allhands.finalize()
 
 
 def shared(*layers: nn.Module, criterion=None, given=None, width: int = 1) -> Shared:

@@ -9,24 +9,22 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import allhands
 from allhands.errors import UserError
 from allhands.federated.executors import ClientError
 from allhands.federated.executors.stack import Stack
-from allhands.federated.executors.unfolded import UnfoldedConv2d, unfold_convolutions
 from allhands.federated.local_training import LocalOptimizer, restart
-from allhands.federated.strategy import Federated
 from tests.federated import simulating as sim
-from tests.federated.executors.comparing import SIZES, Pulled, difference, images, network, trained
+from tests.federated.executors.comparing import (
+    CHUNKS,
+    SIZES,
+    Pulled,
+    difference,
+    images,
+    network,
+    trained,
+)
 
 SGD, ADAM = torch.optim.SGD, torch.optim.Adam
-CHUNKS = [{"name": "stacked", "chunk": 1}, {"name": "stacked", "chunk": 3}, "stacked"]
-
-
-@pytest.fixture(autouse=True)
-def _world():
-    yield allhands.init(device="cpu")
-    allhands.finalize()
 
 
 @pytest.mark.parametrize(
@@ -115,63 +113,6 @@ def test_an_algorithm_that_corrects_and_keeps_states_and_asks_for_the_loss_at_th
         "epochs": 2,
     }
     assert difference(["serial", *CHUNKS], **given) < 1e-12
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"stride": 2, "padding": 1},
-        {"dilation": 2, "bias": False},
-        {"stride": (1, 3), "padding": (0, 2)},
-        {"kernel_size": 1},
-        {"kernel_size": 1, "stride": 2},
-        {"padding": 4},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize(
-    ("channels", "side"), [(3, 9), (40, 9), (3, 19), (40, 19)]
-)  # all forms: few and many, small and large
-def test_a_convolution_as_a_product_of_patches(options, channels, side):
-    made_of = {"kernel_size": (3, 2), **options}
-    clients = [nn.Conv2d(channels, 5, **made_of).double() for _ in range(3)]
-    x = torch.randn(3, 4, channels, side, side - 1, dtype=torch.float64, requires_grad=True)
-    expected = torch.stack([layer(one) for layer, one in zip(clients, x, strict=True)])
-    layer = nn.Conv2d(channels, 5, **made_of).double()
-    unfold_convolutions(layer)
-    assert type(layer) is UnfoldedConv2d
-    weights, _ = torch.func.stack_module_state(clients)
-    made = torch.func.vmap(lambda own, one: torch.func.functional_call(layer, own, one))(weights, x)
-    assert (made - expected).abs().max() < 1e-12
-    probe = torch.randn_like(made)
-    ours = torch.autograd.grad((made * probe).sum(), [x, *weights.values()])
-    theirs = torch.autograd.grad(
-        (expected * probe).sum(), [x, *(p for layer in clients for p in layer.parameters())]
-    )
-    assert (ours[0] - theirs[0]).abs().max() < 1e-11
-    for number, name in enumerate(weights):
-        for client in range(3):
-            own = theirs[1 + client * len(weights) + number]
-            assert (ours[1 + number][client] - own).abs().max() < 1e-11, name
-
-
-def test_stacked_with_convolutions_as_products(monkeypatch):
-    monkeypatch.setattr("allhands.federated.executors.unfolded.DEVICES", {"cpu"})
-    made = sim.rounds(
-        executor="stacked",
-        net=network(),
-        given=images(),
-        who=sim.clients(SIZES),
-        criterion=nn.CrossEntropyLoss(),
-    )
-    assert type(made.work.model[0]) is UnfoldedConv2d
-    assert difference(["serial", *CHUNKS], norm="group", batch_size=4) < 1e-12
-    torch.manual_seed(2)
-    deep = nn.Sequential(
-        nn.Conv2d(2, 6, 3), nn.Tanh(), nn.Conv2d(6, 4, 3, padding=1), nn.Flatten(), nn.Linear(64, 3)
-    ).double()
-    assert difference(["serial", *CHUNKS], net=lambda: deep, batch_size=4) < 1e-12
 
 
 class Kept(Pulled):
@@ -317,22 +258,6 @@ def test_an_optimizer_that_looks_at_whole_tensors_is_refused():
         sim.rounds(executor="stacked", optimizer=Normed)
 
 
-def test_options_of_executors_are_checked_by_name():
-    for given, why in (
-        ("stackd", "did you mean 'stacked'"),
-        ({"name": "stacked", "chunks": 3}, "did you mean 'chunk'"),
-        ({"name": "serial", "chunk": 3}, "takes: none"),
-        ({"name": "stacked", "chunk": 0}, "chunk=0"),
-        ({"name": "stacked", "compile": "yes"}, "compile='yes'"),
-        ({"name": "stacked", "record": True}, "needs CUDA"),
-        ("graph", "executor='serial'"),
-    ):
-        with pytest.raises(UserError, match=why):
-            sim.rounds(executor=given)
-    with pytest.raises(UserError, match="did you mean 'stacked'"):
-        Federated(executor="stackd")
-
-
 def test_the_client_whose_data_fail_is_named():
     x, y = images()
     y = y.clone()
@@ -391,23 +316,3 @@ def test_stacked_does_not_touch_global_generators_and_a_repeated_run_is_the_same
     assert torch.equal(first[0], again[0])
     assert first[1] == again[1]
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_on_a_processor_auto_is_serial():
-    assert type(sim.rounds(executor="auto").executor.chosen).name == "serial"
-    assert difference(["serial", "auto"], batch_size=4) == 0.0
-
-
-def test_auto_tries_what_does_not_refuse_and_says_what_it_has_measured(capsys):
-    made = sim.rounds(Pulled(), executor="auto", batch_size=4)
-    made.executor.chosen = None  # as on a GPU
-    made.run()
-    said = capsys.readouterr().out.splitlines()
-    assert len(said) == 1
-    assert said[0].startswith(f"executor: {made.executor.chosen.name} (a step of a client: serial ")
-    assert "graph refuses: it records CUDA graphs, and the device is 'cpu'" in said[0]
-    assert said[0].count(" ms") == 2
-    expected = sim.rounds(Pulled(), batch_size=4)
-    expected.run()
-    assert (made.server.weights - expected.server.weights).abs().max() < 1e-12
-    assert made.history["cohort"] == expected.history["cohort"]

@@ -23,7 +23,7 @@ from allhands.config import read_run
 from allhands.errors import UserError
 from allhands.federated.local_training import LocalOptimizer
 from allhands.federated.row_layout import RowLayout
-from allhands.federated.sites import client_app, message_process, site, supernode, warm_process
+from allhands.federated.sites import client_app, site, warm_process
 from allhands.federated.sites.arrays import pack
 from allhands.federated.sites.local_socket import SocketError, ask
 from allhands.federated.sites.site import Site, SiteOptions, address_of, check, commands
@@ -339,70 +339,6 @@ def test_keys_and_certificates_are_handed_to_flower_and_the_socket_is_named(tmp_
     assert f'allhands-socket="{tmp_path / "state" / "warm.sock"}"' in text
     assert "127.0.0.1:8203" in made["superexec"]
     assert "--insecure" in commands(options(tmp_path))["supernode"]
-
-
-def test_code_that_a_server_ships_is_replaced_by_ours_and_an_unknown_flower_is_refused():
-    module = SimpleNamespace(**dict.fromkeys(message_process._REPLACED))
-    message_process.replace_loading(module)
-    assert module.install_from_fab(b"anything", skip_prompt=True) is None
-    assert (
-        module.get_load_client_app_fn(default_app_ref="evil:app", app_path=None, multi_app=True)(
-            "id", "1", "x"
-        )
-        is client_app.app
-    )
-    with pytest.raises(UserError, match="installs nothing"):
-        module.install_app_dependencies("x")
-    with pytest.raises(UserError, match=r"has no get_load_client_app_fn: pip install"):
-        message_process.replace_loading(
-            SimpleNamespace(
-                **dict.fromkeys(message_process._REPLACED[:-2]), install_app_dependencies=0
-            )
-        )
-
-
-def test_arguments_of_flower_s_superexec_are_known():
-    asked = message_process.arguments(
-        [
-            "--runtime-api-address",
-            "127.0.0.1:1",
-            "--token",
-            "t",
-            "--root-certificates",
-            "ca",
-            "--parent-pid",
-            "7",
-        ]
-    )
-    assert (asked.runtime_api_address, asked.token, asked.root_certificates, asked.parent_pid) == (
-        "127.0.0.1:1",
-        "t",
-        "ca",
-        7,
-    )
-    assert not asked.insecure
-
-
-def test_a_supernode_looks_more_often(monkeypatch):
-    module, waits = SimpleNamespace(time=time), []
-    supernode.look_more_often(module)
-    assert module.time is not time
-    monkeypatch.setattr(time, "sleep", waits.append)
-    for seconds in (3, 0.5, 0.05):  # for the server, for a process of this machine, for a moment
-        module.time.sleep(seconds)
-    assert waits == [supernode.INTERVAL, supernode.LOCAL, 0.05]
-    with pytest.raises(UserError, match="does not wait by time.sleep"):
-        supernode.look_more_often(SimpleNamespace())
-
-
-def test_a_supernode_tells_of_a_message_before_it_waits_for_the_answer():
-    order = []
-    module = SimpleNamespace(_push_messages=lambda state, *, send: order.append((state, send)) or 7)
-    supernode.tell_of_tasks(module, lambda: order.append("told"))
-    assert module._push_messages("state", send="send") == 7
-    assert order == ["told", ("state", "send")]
-    with pytest.raises(UserError, match="SuperNode has no _push_messages"):
-        supernode.tell_of_tasks(SimpleNamespace(), list)
 
 
 def test_a_node_without_data_is_told_what_to_write(monkeypatch, run_file):
