@@ -77,13 +77,16 @@ def call(
     return result.stdout
 
 
-def until(true: Callable[[], Any], seconds: float, complaint: Callable[[], str]) -> None:
-    """Wait for something; a RuntimeError with the complaint when it does not come."""
+def until(
+    true: Callable[[], Any], seconds: float, complaint: Callable[[], str], every: float = 0.003
+) -> None:
+    """Wait for something, at which it looks every so many seconds; a RuntimeError with the
+    complaint when it does not come."""
     deadline = time.monotonic() + patience(seconds)
     while not true():
         if time.monotonic() > deadline:
             raise RuntimeError(f"{complaint()} (waited {seconds:g} s)")
-        time.sleep(0.003)
+        time.sleep(every)
 
 
 @functools.cache

@@ -8,70 +8,20 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from allhands import Loop, SupervisedRunner
+from allhands import SupervisedRunner
+from tests.cluster.small_training import given, own_loop
+from tests.cluster.srun_scripts import Scripts, until
 from tests.patience import patience
 from tests.reference import relative_difference
 
 pytestmark = pytest.mark.usefixtures("forked_python")
-
-ROOT = Path(__file__).parents[2]
-
-
-class Scripts:
-    """A folder that all nodes see (their /tmp is their own), and how a script in it is started."""
-
-    def __init__(self, slurm: Any) -> None:
-        self.folder = Path(slurm.folder) / "srun"
-        self.folder.mkdir(exist_ok=True)
-        self._environ = slurm.environ() | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-
-    def write(self, name: str, text: str) -> None:
-        (self.folder / name).write_text(text)
-
-    def call(
-        self, *words: str, env: dict[str, str] | None = None, timeout: float = 60
-    ) -> subprocess.CompletedProcess[str]:
-        """stdout and stderr apart, any exit code. It ends before the test's own limit, so that
-        what was written is shown."""
-        return subprocess.run(
-            words,
-            env=self._environ | (env or {}),
-            cwd=self.folder,
-            capture_output=True,
-            text=True,
-            timeout=min(patience(timeout), 250),
-        )
-
-    def srun(
-        self, options: str, *words: str, env: dict[str, str] | None = None
-    ) -> subprocess.CompletedProcess[str]:
-        return self.call(
-            "srun", *options.split(), f"--chdir={self.folder}", sys.executable, *words, env=env
-        )
-
-    def alive(self, script: str) -> list[str]:
-        """Command lines of processes that run `script`, on all nodes: their process tables are
-        parts of this machine's."""
-        wanted = str(self.folder / script).encode()
-        found = []
-        for entry in Path("/proc").glob("[0-9]*"):
-            try:
-                line = (entry / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if wanted in line.split(b"\0") and b"srun" not in line:
-                found.append(line.decode())
-        return found
 
 
 @pytest.fixture
@@ -81,20 +31,13 @@ def scripts(slurm: Any) -> Iterator[Scripts]:
     scripts.call("scancel", "--user=root")  # what a test that failed has left
 
 
-def until(condition: Callable[[], Any], seconds: float, what: Callable[[], str]) -> None:
-    deadline = time.monotonic() + patience(seconds)
-    while not condition():
-        assert time.monotonic() < deadline, what()
-        time.sleep(0.1)
-
-
 JOINS = """
 import dataclasses, json, socket
 import torch
 import torch.distributed as dist
 import allhands
 from allhands import slurm
-from tests.cluster.test_srun import own_loop
+from tests.cluster.small_training import own_loop
 
 told = slurm.setup()
 assert slurm.setup() == told
@@ -111,28 +54,6 @@ print(json.dumps({"setup": told, "total": total.item(), "host": socket.gethostna
                             world.local_world_size],
                   "environment": world.environment}))
 """
-
-
-def own_loop(batch_size: int) -> list[float]:
-    """Some weights after seven steps of one's own, over two passes through the data."""
-    own = given(batch_size)
-    model, criterion = own["model"], own["criterion"]
-    loop = Loop(
-        model=model,
-        optimizer=own["optimizer"],
-        loaders={"train": own["loaders"]["train"]},
-        device="cpu",
-    )
-
-    def loss_of(batch: Any) -> torch.Tensor:
-        x, y = batch
-        return criterion(loop.model(x), y)
-
-    for step in loop.steps(7):
-        loop.step(loss_of, step.batch)
-    return model[0].weight[0].tolist()
-
-
 UNEVEN = ("-N2 -n3", [[0, 0, 0, 3, 2], [1, 1, 0, 3, 2], [2, 0, 1, 3, 1]])
 EVEN = (
     "-N2 --ntasks-per-node=2",
@@ -243,7 +164,7 @@ TRAINS = """
 import os, sys, time
 import torch
 from allhands import Callback, SupervisedRunner
-from tests.cluster.test_srun import given
+from tests.cluster.small_training import given
 
 
 class Fails(Callback):
@@ -259,25 +180,6 @@ devices = os.environ.get("CUDA_VISIBLE_DEVICES")
 print("trained on", os.environ["SLURM_PROCID"], history["step"], devices, flush=True)
 SupervisedRunner().train(**given(3), distributed=True, workers=2, callbacks=[Fails()])
 """
-
-
-def given(batch_size: int, dropout: float = 0.0) -> dict[str, Any]:
-    """Arguments of `train` for a small classification."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(53, 5, generator=generator)
-    data = TensorDataset(x, (x[:, 0] > 0).long())
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 2))
-    return {
-        "model": model,
-        "criterion": nn.CrossEntropyLoss(),
-        "optimizer": torch.optim.Adam(model.parameters(), lr=0.02),
-        "loaders": {
-            "train": DataLoader(data, batch_size, shuffle=True),
-            "valid": DataLoader(data, batch_size),
-        },
-        "num_epochs": 2,
-    }
 
 
 # rare: launch/test_nodes.py does the same with the variables that Slurm sets, and tasks of a real
@@ -324,7 +226,7 @@ INTERRUPTED = """
 import os, sys, time
 import torch
 from allhands import Callback, SupervisedRunner
-from tests.cluster.test_srun import given
+from tests.cluster.small_training import given
 
 
 class Slow(Callback):

@@ -257,11 +257,15 @@ def test_a_signal_need_not_wait_for_the_end_of_an_evaluation(tmp_path: Path, at:
 
 
 class Seen(SupervisedRunner):
+    """Notes the samples that are trained on, and what each batch is for."""
+
     def __init__(self) -> None:
         super().__init__(device="cpu")
         self.samples: list[float] = []
+        self.training: list[bool] = []
 
     def handle_batch(self, model: nn.Module, batch: Any) -> Any:
+        self.training.append(model.training)
         if model.training:
             self.samples += batch[0][:, 0].tolist()
         return super().handle_batch(model, batch)
@@ -344,18 +348,6 @@ def test_early_stopping_counts_evaluations(capsys: pytest.CaptureFixture[str]) -
     assert "has not improved for 2 evaluations" in capsys.readouterr().out
 
 
-class Ordered(SupervisedRunner):
-    """Notes what is trained and evaluated."""
-
-    def __init__(self) -> None:
-        super().__init__(device="cpu")
-        self.training: list[bool] = []
-
-    def handle_batch(self, model: nn.Module, batch: Any) -> Any:
-        self.training.append(model.training)
-        return super().handle_batch(model, batch)
-
-
 def test_an_evaluation_changes_nothing_that_is_trained() -> None:
     def model() -> nn.Module:
         torch.manual_seed(1)
@@ -367,7 +359,7 @@ def test_an_evaluation_changes_nothing_that_is_trained() -> None:
         fit(model=one, num_epochs=2, evaluate_every=every)
         found.append(one.state_dict())
     assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
-    runner = Ordered()
+    runner = Seen()
     runner.train(**arguments(num_epochs=1, evaluate_every=3))
     assert runner.training == [*[True] * 3, *[False] * 7] * 2 + [True] + [False] * 7
 
