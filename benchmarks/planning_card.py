@@ -38,7 +38,8 @@ from allhands.launch import spawn, worker
 from allhands.models.transformer import GPT, NextToken
 from allhands.planning.candidates import Candidate
 from allhands.planning.machines import card_named
-from allhands.planning.operation_times import OperationTimes, read_times, write_times
+from allhands.planning.measured_profile import MeasuredProfile, write_times
+from allhands.planning.operation_times import OperationTimes
 from allhands.planning.plan import Prediction, plan
 from allhands.strategies import Strategy
 from planning import GIB, OUTSIDE
@@ -289,7 +290,7 @@ def profile(given: argparse.Namespace) -> None:
     """Time the operations of all trainings on the device that is here."""
     device = torch.device(given.device)
     path = RESULTS / f"{given.out}_profile.json"
-    known = read_times(path) if path.exists() else {}
+    known = MeasuredProfile(path).operations() if path.exists() else {}
     times = OperationTimes(card_named("h200"), known, device)
     for count in given.workers:
         for case in cases_of(count):
@@ -311,7 +312,7 @@ def profile(given: argparse.Namespace) -> None:
 def compare(given: argparse.Namespace) -> None:
     path, operations = (RESULTS / f"{given.out}{end}.json" for end in ("", "_profile"))
     result = json.loads(path.read_text())
-    known = read_times(operations) if operations.exists() else {}
+    known = MeasuredProfile(operations).operations() if operations.exists() else {}
     rows: dict[str, Any] = result.get("compared", {})
     for count in (1, 2, 4):
         for case in cases_of(count):

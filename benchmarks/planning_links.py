@@ -42,8 +42,8 @@ from allhands import DDP, FSDP, KVStore, LocalSGD, Pipeline, SupervisedRunner
 from allhands.models.transformer import GPT, NextToken
 from allhands.planning.candidates import Candidate
 from allhands.planning.machines import CARDS, CPU
-from allhands.planning.measured_links import read_links
-from allhands.planning.operation_times import OperationTimes, write_times
+from allhands.planning.measured_profile import MeasuredProfile, write_times
+from allhands.planning.operation_times import OperationTimes
 from allhands.planning.plan import plan
 from allhands.strategies import Strategy
 
@@ -161,7 +161,7 @@ def predict(profile: Path, speed: str, only: list[str], beside: bool) -> None:
     Args:
         beside: this is the other host, which has no parameter server.
     """
-    links = read_links(profile) if SPEEDS[speed] else None
+    links = MeasuredProfile(profile).links() if SPEEDS[speed] else None
     times = OperationTimes(CARDS[CPU], device=torch.device("cpu"))
     found = {}
     for model in ("gpt", "conv"):

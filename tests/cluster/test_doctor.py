@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from allhands.planning.measured_links import read_links
+from allhands.planning.measured_profile import MeasuredProfile
 from tests.cluster.hosts import DISK, Hosts
 from tests.cluster.machine import call
 from tests.patience import patience
@@ -122,7 +122,7 @@ def test_collectives_are_measured_for_plans(hosts: Hosts, tmp_path: Path) -> Non
     written = json.loads(profile.read_text())
     assert written["operations"] == {"some": 1.0}
     assert written["links"]["between"]["kinds"] == values["kinds"]
-    links = read_links(profile)
+    links = MeasuredProfile(profile).links()
     assert links is not None
     kinds = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
     assert set(links.between) == set(kinds)

@@ -11,7 +11,7 @@ import pytest
 from allhands import UserError
 from allhands.comm.traffic import Collective
 from allhands.planning.machines import rounds_of
-from allhands.planning.measured_links import read_links
+from allhands.planning.measured_profile import MeasuredProfile
 
 SIZES = (4096, 65536, 524288, 4194304)
 
@@ -42,7 +42,7 @@ def profile(path: Path, **places: tuple[float, float]) -> Path:
 def test_latency_and_bandwidth_are_found_again_and_hold_for_other_numbers_of_ranks(
     tmp_path: Path,
 ) -> None:
-    links = read_links(profile(tmp_path / "a.json", between=(2e-4, 8e-8)))
+    links = MeasuredProfile(profile(tmp_path / "a.json", between=(2e-4, 8e-8))).links()
     assert links is not None
     for ranks in (2, 8):
         sent = Collective("all_reduce", 10**6, ranks).sent
@@ -56,7 +56,9 @@ def test_latency_and_bandwidth_are_found_again_and_hold_for_other_numbers_of_ran
 
 
 def test_links_of_a_host_and_between_hosts_are_told_apart(tmp_path: Path) -> None:
-    links = read_links(profile(tmp_path / "a.json", inside=(1e-5, 1e-9), between=(1e-4, 1e-7)))
+    links = MeasuredProfile(
+        profile(tmp_path / "a.json", inside=(1e-5, 1e-9), between=(1e-4, 1e-7))
+    ).links()
     assert links is not None
     assert links.seconds(1e6, "send", 2, 1) < links.seconds(1e6, "send", 2, 2) / 10
 
@@ -69,7 +71,7 @@ def test_times_between_sizes_lie_on_lines_between_those_measured(tmp_path: Path)
     for row, seconds in zip(found["links"]["between"]["kinds"]["send"], measured, strict=True):
         row["seconds"] = seconds
     path.write_text(json.dumps(found))
-    links = read_links(path)
+    links = MeasuredProfile(path).links()
     assert links is not None
 
     def message(size: float) -> float:
@@ -85,13 +87,12 @@ def test_times_between_sizes_lie_on_lines_between_those_measured(tmp_path: Path)
 def test_a_profile_without_links_and_one_with_broken_ones(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text('{"operations": {}}')
-    assert read_links(path) is None
+    assert MeasuredProfile(path).links() is None
     for text in (
-        "[]",
-        "no",
+        '{"links": [1]}',
         '{"links": {"between": {}}}',
         '{"links": {"inside": {"ranks": 2, "kinds": {"send": []}}}}',
     ):
         path.write_text(text)
         with pytest.raises(UserError, match="has no times of collectives"):
-            read_links(path)
+            MeasuredProfile(path).links()

@@ -20,13 +20,8 @@ from allhands.models.transformer import GPT, NextToken
 from allhands.planning.candidates import Candidate, candidates
 from allhands.planning.dry_step import Workload, dry_step
 from allhands.planning.machines import card_named
-from allhands.planning.operation_times import (
-    OperationTimes,
-    read_correction,
-    read_own,
-    read_times,
-    write_times,
-)
+from allhands.planning.measured_profile import MeasuredProfile, write_times
+from allhands.planning.operation_times import OperationTimes
 from allhands.planning.step_correction import ALONE
 
 SIZES = {"vocab_size": 512, "block_size": 128, "layers": 2, "heads": 8, "width": 256}
@@ -159,14 +154,15 @@ def test_measured_operations_are_used_and_kept(tmp_path: Path) -> None:
     assert f"times by {len(times.known)} measured operations" in str(first)
     path = tmp_path / "cpu.json"
     write_times(path, times)
-    again = OperationTimes(card_named("h100"), read_times(path))
+    again = MeasuredProfile(path).times(card_named("h100"))
     second = plan(1, times=again)
     assert second.rows[0].seconds == first.rows[0].seconds
-    path.write_text("{}")
-    with pytest.raises(UserError, match="has no measured operations"):
-        read_times(path)
+    for text in ("{}", "[]", "no", '{"operations": [1]}'):
+        path.write_text(text)
+        with pytest.raises(UserError, match="has no measured operations"):
+            MeasuredProfile(path).operations()
     with pytest.raises(UserError, match="is not there"):
-        read_times(tmp_path / "other.json")
+        MeasuredProfile(tmp_path / "other.json")
 
 
 def test_a_plan_by_several_processes_is_the_same() -> None:
@@ -253,8 +249,9 @@ def test_processors_are_planned_by_real_steps_and_measured_operations(tmp_path: 
     path = tmp_path / "cpu.json"
     path.write_text('{"links": {"between": {}}}')
     write_times(path, times)
-    assert read_correction(path) == times.correction
-    assert read_own(path) == times.own
+    again = MeasuredProfile(path).times(times.card)
+    assert again.correction == times.correction
+    assert again.own == times.own
     assert json.loads(path.read_text())["links"] == {"between": {}}
 
 

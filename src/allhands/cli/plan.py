@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from allhands.config import RunFile
     from allhands.planning.candidates import Candidate
     from allhands.planning.federated_plan import FederatedPlan
-    from allhands.planning.measured_links import MeasuredLinks
+    from allhands.planning.measured_profile import MeasuredProfile
     from allhands.planning.operation_times import OperationTimes
 
 
@@ -135,16 +135,20 @@ def plan(
             f"{name} is of the clients of a federated run, and this run file has none; write "
             "strategy=federated, or leave it out"
         )
+    from allhands.planning.measured_profile import MeasuredProfile, write_times
     from allhands.planning.plan import plan as plan_training
     from allhands.world.cores import cores
 
-    times = _times(card, measure, profile)
+    read = None
+    if profile is not None and (profile.exists() or not measure):
+        read = MeasuredProfile(profile)
+    times = _times(card, measure, read)
     found = plan_training(
         **_definition(run_file),
         gpus=gpus,
         card=times.card.name,
         memory=memory,
-        link=link or _measured(profile) or "nvlink+ib400",
+        link=link or (read and read.links()) or "nvlink+ib400",
         per_host=per_host,
         servers=getattr(strategy, "servers", None) or 0 if servers is None else servers,
         own=_own(run_file),
@@ -152,8 +156,6 @@ def plan(
         processes=cores(),
     )
     if measure and profile is not None:
-        from allhands.planning.operation_times import write_times
-
         write_times(profile, times)
     print(json.dumps(found.to_dict()) if as_json else found, flush=True)
     if plot is not None:
@@ -218,39 +220,20 @@ def _objects(run_file: RunFile, model: Any) -> dict[str, Any]:
     }
 
 
-def _times(card: str | None, measure: bool, profile: Path | None) -> OperationTimes:
+def _times(card: str | None, measure: bool, profile: MeasuredProfile | None) -> OperationTimes:
     import torch
 
     from allhands.planning.machines import card_for
-    from allhands.planning.operation_times import (
-        OperationTimes,
-        device_name,
-        read_correction,
-        read_device,
-        read_launch,
-        read_own,
-        read_times,
-    )
-    from allhands.planning.step_correction import ALONE
+    from allhands.planning.operation_times import OperationTimes, device_name
 
     device = None
     if measure:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    there = profile is not None and (profile.exists() or not measure)
-    known = read_times(profile) if there and profile is not None else {}
-    correction = read_correction(profile) if there and profile is not None else ALONE
-    devices = (device_name(device), read_device(profile) if there and profile else None)
-    chosen = card_for(card, *filter(None, devices))
-    times = OperationTimes(chosen, known, device, correction)
-    if there and profile is not None:
-        times.launch, times.own = read_launch(profile), read_own(profile)
-    return times
-
-
-def _measured(profile: Path | None) -> MeasuredLinks | None:
-    from allhands.planning.measured_links import read_links
-
-    return read_links(profile) if profile is not None and profile.exists() else None
+    devices = [device_name(device), None if profile is None else profile.device]
+    chosen = card_for(card, *(one for one in devices if one is not None))
+    if profile is None:
+        return OperationTimes(chosen, device=device)
+    return profile.times(chosen, device)
 
 
 def _definition(run_file: RunFile) -> dict[str, Any]:

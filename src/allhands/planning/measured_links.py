@@ -4,7 +4,6 @@ the bytes that are sent."""
 from __future__ import annotations
 
 import bisect
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -76,14 +75,18 @@ class MeasuredLinks:
         return times.get(kind) or times["send"]
 
 
-def read_links(path: Path) -> MeasuredLinks | None:
-    """The links of a profile; None where it has none."""
+def links_of(found: Any, path: Path) -> MeasuredLinks | None:
+    """The links of a profile; None where it has none.
+
+    Args:
+        found: what it says of them.
+        path: of the profile, for messages.
+    """
+    if not found:
+        return None
     try:
-        found = json.loads(path.read_text(encoding="utf-8")).get("links", {})
         times = {place: _times(one["kinds"], one["ranks"]) for place, one in found.items()}
         links = MeasuredLinks(times.get("inside", {}), times.get("between", {}))
-        if not found:
-            return None
         if any(times[place].keys() < {"send", "all_reduce"} for place in found):
             raise KeyError("send")
     except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):

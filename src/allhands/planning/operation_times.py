@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from allhands.compat import pytree
-from allhands.errors import UserError
 from allhands.planning.gpu_times import (
     Call,
     call_on_gpu,
@@ -134,68 +131,8 @@ def _timed(call: Call) -> float:
     return time.perf_counter() - began
 
 
-def read_times(path: Path) -> dict[str, float]:
-    """Measured operations of a file that `write_times` has written."""
-    try:
-        profile = json.loads(path.read_text(encoding="utf-8"))
-        # `allhands doctor --profile` has measured links alone.
-        found = profile.get("operations", {}) if "links" in profile else profile["operations"]
-        return {str(key): float(value) for key, value in found.items()}
-    except FileNotFoundError:
-        raise UserError(
-            f"{path} is not there; `allhands plan --measure --profile {path}` writes it"
-        ) from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(
-            f"{path} has no measured operations; `allhands plan --measure --profile FILE` writes "
-            "such a file"
-        ) from None
-
-
 def device_name(device: torch.device | None) -> str | None:
     """What PyTorch calls a GPU; of a processor "cpu"."""
     if device is None or device.type != "cuda":
         return None if device is None else device.type
     return torch.cuda.get_device_name(device)
-
-
-def read_device(path: Path) -> str | None:
-    """On which device the operations were measured that `write_times` has written, by PyTorch's
-    name; None where it has none."""
-    found = json.loads(path.read_text(encoding="utf-8"))
-    return str(found["device"]) if found.get("operations") and "device" in found else None
-
-
-def read_correction(path: Path) -> StepCorrection:
-    """What `write_times` has written of real steps; none where it has nothing."""
-    found = json.loads(path.read_text(encoding="utf-8")).get("correction", {})
-    return StepCorrection(**{str(key): float(value) for key, value in found.items()})
-
-
-def read_own(path: Path) -> dict[str, float]:
-    """What `write_times` has written of strategies' own code."""
-    found = json.loads(path.read_text(encoding="utf-8")).get("own", {})
-    return {str(name): float(seconds) for name, seconds in found.items()}
-
-
-def read_launch(path: Path) -> float | None:
-    """What `write_times` has written of the host; None where it has nothing."""
-    found = json.loads(path.read_text(encoding="utf-8")).get("launch")
-    return None if found is None else float(found)
-
-
-def write_times(path: Path, times: OperationTimes) -> None:
-    """Write down what was measured, for machines without the card, beside links that are there."""
-    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    found |= {
-        "device": device_name(times.device),
-        "torch": torch.__version__,
-        "operations": times.known,
-    }
-    if times.launch is not None:
-        found["launch"] = times.launch
-    found["own"] = times.own
-    found["workspaces"] = {key: size for key, size in times.workspaces.items() if size}
-    found["correction"] = vars(times.correction)
-    text = json.dumps(found, indent=1)
-    path.write_text(text + "\n", encoding="utf-8")
