@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from allhands.errors import UserError
-from allhands.federated.sites import flower
+from allhands.federated.sites import flower, flower_compat
 
 
 def test_another_release_is_refused_by_name(monkeypatch):
@@ -77,7 +77,7 @@ def test_a_piece_that_is_not_there_yet_is_asked_for_again_at_once(monkeypatch):
 
     before = [
         (getattr(inflatable_utils, name), dict(getattr(inflatable_utils, name).__kwdefaults__))
-        for name in flower._PULLS
+        for name in flower_compat.PULLS.names
     ]
     waits = []
 
@@ -95,8 +95,8 @@ def test_a_piece_that_is_not_there_yet_is_asked_for_again_at_once(monkeypatch):
         return piece
 
     try:
-        flower.retry_soon()
-        flower.retry_soon()
+        flower_compat.retry_soon()
+        flower_compat.retry_soon()
         monkeypatch.setattr(
             inflatable_utils,
             "threading",
@@ -107,10 +107,10 @@ def test_a_piece_that_is_not_there_yet_is_asked_for_again_at_once(monkeypatch):
         assert max(waits) <= 0.12
         monkeypatch.setattr(inflatable_utils, "pull_objects", lambda given: None)
         with pytest.raises(UserError, match="this Flower's pull_objects has no initial_backoff"):
-            flower.retry_soon()
+            flower_compat.retry_soon()
         monkeypatch.delattr(inflatable_utils, "pull_objects")
         with pytest.raises(UserError, match="inflatable_utils has no pull_objects"):
-            flower.retry_soon()
+            flower_compat.retry_soon()
     finally:
         for function, options in before:
             function.__kwdefaults__.update(options)

@@ -7,10 +7,11 @@ import pytest
 pytest.importorskip("flwr")
 from allhands.errors import UserError
 from allhands.federated.sites import client_app, message_process
+from allhands.federated.sites.flower_compat import CLIENT_APP
 
 
 def test_code_that_a_server_ships_is_replaced_by_ours_and_an_unknown_flower_is_refused():
-    module = SimpleNamespace(**dict.fromkeys(message_process._REPLACED))
+    module = SimpleNamespace(**dict.fromkeys(CLIENT_APP.names))
     message_process.replace_loading(module)
     assert module.install_from_fab(b"anything", skip_prompt=True) is None
     assert (
@@ -23,9 +24,7 @@ def test_code_that_a_server_ships_is_replaced_by_ours_and_an_unknown_flower_is_r
         module.install_app_dependencies("x")
     with pytest.raises(UserError, match=r"has no get_load_client_app_fn: pip install"):
         message_process.replace_loading(
-            SimpleNamespace(
-                **dict.fromkeys(message_process._REPLACED[:-2]), install_app_dependencies=0
-            )
+            SimpleNamespace(**dict.fromkeys(CLIENT_APP.names[:-2]), install_app_dependencies=0)
         )
 
 

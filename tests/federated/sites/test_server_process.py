@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from types import SimpleNamespace
 
 import pytest
 
 from allhands.errors import UserError
 from allhands.federated.sites import server_process
+from allhands.federated.sites.flower_compat import SERVER_APP
 
 
 def test_only_the_run_that_the_server_has_submitted_is_run(tmp_path):
@@ -35,8 +35,8 @@ def test_a_run_before_the_server_has_submitted_one_is_not_ours(tmp_path):
 
 def test_flower_has_the_names_that_are_replaced(tmp_path):
     pytest.importorskip("flwr")
-    module = importlib.import_module("flwr.superlink.runtime.run_serverapp")
-    stand_in = SimpleNamespace(**{name: getattr(module, name) for name in server_process._REPLACED})
+    module = SERVER_APP.load()
+    stand_in = SimpleNamespace(**{name: getattr(module, name) for name in SERVER_APP.names})
     server_process.replace_loading(stand_in, tmp_path)
     assert stand_in.install_from_fab(b"whatever", skip_prompt=True) is None
     assert stand_in.get_fused_config_from_dir(tmp_path, {"a": 1}) == {"a": 1}

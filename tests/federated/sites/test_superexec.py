@@ -13,6 +13,7 @@ import pytest
 
 from allhands.errors import UserError
 from allhands.federated.sites import superexec
+from allhands.federated.sites.flower_compat import TASK_LOOP
 from tests.patience import patience
 
 SERVER = """
@@ -103,12 +104,12 @@ def test_flower_s_loop_waits_as_it_is_told():
     loop = pytest.importorskip("flwr.supercore.superexec.run_superexec")
     assert loop.time is time
     module, waits = SimpleNamespace(time=time), []
-    superexec.wait_for_tasks(module, waits.append)
+    TASK_LOOP.set_sleep(module, waits.append)
     module.time.sleep(1.0)
     assert waits == [1.0]
     assert module.time.monotonic is time.monotonic
     with pytest.raises(UserError, match="superexec does not wait by time.sleep"):
-        superexec.wait_for_tasks(SimpleNamespace(), waits.append)
+        TASK_LOOP.set_sleep(SimpleNamespace(), waits.append)
 
 
 def test_flower_s_executor_is_the_one_that_is_known(monkeypatch):

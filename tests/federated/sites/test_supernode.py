@@ -23,9 +23,11 @@ def test_a_supernode_looks_more_often(monkeypatch):
 
 def test_a_supernode_tells_of_a_message_before_it_waits_for_the_answer():
     order = []
-    module = SimpleNamespace(_push_messages=lambda state, *, send: order.append((state, send)) or 7)
+    module = SimpleNamespace(
+        time=time, _push_messages=lambda state, *, send: order.append((state, send)) or 7
+    )
     supernode.tell_of_tasks(module, lambda: order.append("told"))
     assert module._push_messages("state", send="send") == 7
     assert order == ["told", ("state", "send")]
-    with pytest.raises(UserError, match="SuperNode has no _push_messages"):
-        supernode.tell_of_tasks(SimpleNamespace(), list)
+    with pytest.raises(UserError, match="start_client_internal has no _push_messages"):
+        supernode.tell_of_tasks(SimpleNamespace(time=time), list)

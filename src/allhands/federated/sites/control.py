@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from allhands.errors import UserError
-from allhands.federated.sites import app
+from allhands.federated.sites import app, flower_compat
 
 
 class Unanswered(Exception):
@@ -24,14 +24,11 @@ class Control:
     """
 
     def __init__(self, address: str, authority: Path | None) -> None:
-        from flwr.supercore.control import ControlHttpClient
-        from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
-
-        self._client = ControlHttpClient.from_server_address(
+        self._client = flower_compat.ControlHttpClient.from_server_address(
             server_address=address,
             insecure=authority is None,
             root_certificates=None if authority is None else authority.read_bytes(),
-            interceptors=[RuntimeVersionHttpInterceptor(component_name="allhands")],
+            interceptors=[flower_compat.RuntimeVersion(component_name="allhands")],
         )
 
     def _ask(self, name: str, request: Any) -> Any:
@@ -49,18 +46,13 @@ class Control:
             UserError: a key was on the list, then off it, and is on it again, which Flower's
                 database does not allow.
         """
-        from flwr.proto.control_pb2 import (
-            ListNodesRequest,
-            RegisterNodeRequest,
-            UnregisterNodeRequest,
-        )
-
-        nodes = self._ask("ListNodes", ListNodesRequest()).nodes_info
+        requests = flower_compat.control_pb2
+        nodes = self._ask("ListNodes", requests.ListNodesRequest()).nodes_info
         let_in = {node.public_key: node.node_id for node in nodes if node.status != "unregistered"}
         gone = {node.public_key for node in nodes} - let_in.keys()
         for key, node_id in let_in.items():
             if key not in keys.values():
-                self._ask("UnregisterNode", UnregisterNodeRequest(node_id=node_id))
+                self._ask("UnregisterNode", requests.UnregisterNodeRequest(node_id=node_id))
         for name, key in keys.items():
             if key in gone:
                 raise UserError(
@@ -68,7 +60,7 @@ class Control:
                     "such key in again; make a new one, or delete superlink.db in the state folder"
                 )
             if key not in let_in:
-                self._ask("RegisterNode", RegisterNodeRequest(public_key=key, name=name))
+                self._ask("RegisterNode", requests.RegisterNodeRequest(public_key=key, name=name))
 
     def start(self, text: str) -> int:
         """Submit the run, after stopping those that an earlier server has left; the run's id.
@@ -76,17 +68,14 @@ class Control:
         Args:
             text: the run file, for whoever looks at the app; nothing of it is read again.
         """
-        from flwr.cli.build import build_fab_from_files
-        from flwr.common.serde import fab_to_proto
-        from flwr.proto.control_pb2 import StartRunRequest, StopRunRequest
-        from flwr.supercore.fab import Fab
-
+        requests = flower_compat.control_pb2
         for run in self._runs().values():
             if run.status.status != "finished":
-                self._ask("StopRun", StopRunRequest(run_id=run.run_id))
-        content, _ = build_fab_from_files(app.files(text))
-        fab = Fab(hashlib.sha256(content).hexdigest(), content, {})
-        started = self._ask("StartRun", StartRunRequest(fab=fab_to_proto(fab)))
+                self._ask("StopRun", requests.StopRunRequest(run_id=run.run_id))
+        content, _ = flower_compat.build_fab_from_files(app.files(text))
+        fab = flower_compat.Fab(hashlib.sha256(content).hexdigest(), content, {})
+        request = requests.StartRunRequest(fab=flower_compat.fab_to_proto(fab))
+        started = self._ask("StartRun", request)
         if not started.HasField("run_id"):
             raise Unanswered("it has refused the run")
         return int(started.run_id)
@@ -104,6 +93,4 @@ class Control:
         self._client.close()
 
     def _runs(self) -> Any:
-        from flwr.proto.control_pb2 import ListRunsRequest
-
-        return self._ask("ListRuns", ListRunsRequest()).run_dict
+        return self._ask("ListRuns", flower_compat.control_pb2.ListRunsRequest()).run_dict

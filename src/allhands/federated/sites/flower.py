@@ -6,15 +6,13 @@ Flower is an extra: ``pip install 'allhands[flower]'``. This module can be impor
 
 from __future__ import annotations
 
-import importlib
 import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from allhands.atomic_write import atomic_write
 from allhands.errors import UserError
@@ -31,11 +29,6 @@ TASKS = (
     "flwr-model",
     "flwr-connector",
 )
-# Flower's functions that pull the pieces of a message, and how they ask anew for a piece that its
-# sender has announced and not sent yet: after so many seconds at first, twice as many each time up
-# to the cap, until their own limit of time ends it (2 hours). Flower's are 1 s, 10 s and 500 tries.
-_PULLS = ("pull_objects", "pull_and_inflate_object_from_tree")
-_RETRIES = {"initial_backoff": 0.05, "backoff_cap": 1.0, "max_tries_per_object": None}
 
 
 def require() -> str:
@@ -51,32 +44,6 @@ def require() -> str:
             f"flwr {found} is installed, and its commands change from release to release: {INSTALL}"
         )
     return found
-
-
-def require_names(module: Any, names: Iterable[str], what: str) -> None:
-    """Raise `UserError` unless the module of Flower's that is called `what` has the names that are
-    to be replaced in it."""
-    absent = [name for name in names if not hasattr(module, name)]
-    if absent:
-        raise UserError(f"this Flower's {what} has no {', '.join(absent)}: {INSTALL}")
-
-
-def retry_soon() -> None:
-    """Let Flower ask anew for a piece of a message after 0.05 to 1 s, in this process.
-
-    A message is announced before its pieces are there, so that whoever is quick finds them missing
-    in every round.
-
-    Raises:
-        UserError: this Flower pulls in another way.
-    """
-    module = importlib.import_module("flwr.supercore.inflatable.inflatable_utils")
-    require_names(module, _PULLS, "inflatable_utils")
-    for name in _PULLS:
-        options = getattr(module, name).__kwdefaults__ or {}
-        if not _RETRIES.keys() <= options.keys():
-            raise UserError(f"this Flower's {name} has no {', '.join(_RETRIES)}: {INSTALL}")
-        options.update(_RETRIES)
 
 
 def command(name: str) -> str:

@@ -7,27 +7,18 @@ Code that comes from elsewhere is neither unpacked nor run.
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 from typing import Any
 
 from allhands.errors import UserError
-from allhands.federated.sites import flower
-
-_REPLACED = (
-    "run_clientapp",
-    "install_from_fab",
-    "get_project_dir",
-    "get_load_client_app_fn",
-    "install_app_dependencies",
-)
+from allhands.federated.sites import flower, flower_compat
 
 
 def replace_loading(module: Any) -> None:
     """Let Flower's process take our app for the one that was submitted, and write nothing of that
     one to the disk.
     """
-    flower.require_names(module, _REPLACED, "run_clientapp")
+    flower_compat.CLIENT_APP.checked(module)
 
     def load(*_: Any) -> Any:
         from allhands.federated.sites.client_app import app
@@ -57,8 +48,8 @@ def arguments(given: list[str]) -> argparse.Namespace:
 
 def prepare() -> Any:
     """Flower's module that runs a message, with our app in it."""
-    flower.retry_soon()
-    module: Any = importlib.import_module("flwr.supernode.runtime.run_clientapp")
+    flower_compat.retry_soon()
+    module = flower_compat.CLIENT_APP.load()
     replace_loading(module)
     return module
 
@@ -67,15 +58,11 @@ def run(given: list[str]) -> None:
     """`flwr-clientapp`, with these arguments."""
     asked = arguments(given)
     module = prepare()
-    from flwr.supercore.tls import validate_and_resolve_root_certificates
-
     module.run_clientapp(
         runtime_api_address=asked.runtime_api_address,
         token=asked.token,
         insecure=asked.insecure,
-        certificates=validate_and_resolve_root_certificates(
-            asked.root_certificates, asked.insecure
-        ),
+        certificates=flower_compat.read_certificates(asked.root_certificates, asked.insecure),
         parent_pid=asked.parent_pid,
         runtime_dependency_install=False,
     )

@@ -6,7 +6,6 @@ only for the run that the server itself has submitted.
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 import time
@@ -15,19 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from allhands.errors import UserError
-from allhands.federated.sites import flower
+from allhands.federated.sites import flower, flower_compat
 
 #: The variable that names the server's state folder.
 STATE = "ALLHANDS_SITES_STATE"
 RUN_ID, PID, LOG = "run_id", "serverapp.pid", "serverapp.log"
-_REPLACED = (
-    "install_from_fab",
-    "get_fab_metadata",
-    "get_project_dir",
-    "get_project_config",
-    "get_fused_config_from_dir",
-    "run_",
-)
 
 
 def ours(state: Path, run_id: int, wait: float = 20.0) -> bool:
@@ -68,7 +59,7 @@ def replace_loading(module: Any, state: Path) -> None:
     Raises:
         UserError: this Flower has not the names that are replaced.
     """
-    flower.require_names(module, _REPLACED, "run_serverapp")
+    flower_compat.SERVER_APP.checked(module)
 
     def app() -> Any:
         from allhands.federated.sites.server_app import app
@@ -97,12 +88,9 @@ def main() -> None:
     os.dup2(log, 2)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     flower.require()
-    flower.retry_soon()
-    # The package exports a function under the module's name, which an import statement would find.
-    replace_loading(importlib.import_module("flwr.superlink.runtime.run_serverapp"), state)
-    from flwr.superlink.cli import flwr_serverapp
-
-    flwr_serverapp()
+    flower_compat.retry_soon()
+    replace_loading(flower_compat.SERVER_APP.load(), state)
+    flower_compat.flwr_serverapp()
 
 
 if __name__ == "__main__":

@@ -8,20 +8,18 @@ second of a processor for each site and round.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import signal
 import socket
 import sys
-import time
 import traceback
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from allhands.errors import UserError
-from allhands.federated.sites import flower, message_process
+from allhands.federated.sites import flower, flower_compat, message_process
+from allhands.federated.sites.flower_compat import EXECUTOR, TASK_LOOP
 from allhands.federated.sites.task_pipe import TaskReader
 from allhands.launch import processes
 
@@ -113,7 +111,7 @@ def fork_messages(module: Any, server: ForkServer) -> None:
     import subprocess
 
     if getattr(module, "subprocess", None) is not subprocess:
-        raise UserError(f"this Flower's superexec does not use subprocess: {flower.INSTALL}")
+        raise UserError(f"{EXECUTOR} does not use subprocess: {flower.INSTALL}")
 
     class Processes:
         DEVNULL = subprocess.DEVNULL
@@ -127,28 +125,13 @@ def fork_messages(module: Any, server: ForkServer) -> None:
     module.subprocess = Processes
 
 
-def wait_for_tasks(module: Any, wait: Callable[[float], object]) -> None:
-    """Let Flower's loop, which sleeps between two looks for a task, wait in another way.
-
-    Raises:
-        UserError: this Flower waits in another way already.
-    """
-    if getattr(module, "time", None) is not time:
-        raise UserError(f"this Flower's superexec does not wait by time.sleep: {flower.INSTALL}")
-    module.time = SimpleNamespace(**{**vars(time), "sleep": wait})
-
-
 def main() -> None:
     """`flower-superexec`, with its own arguments."""
     flower.require()
     message_process.prepare()
-    executor = importlib.import_module("flwr.supercore.superexec.executor.subprocess_executor")
-    loop = importlib.import_module("flwr.supercore.superexec.run_superexec")
-    from flwr.supercore.cli import flower_superexec
-
-    fork_messages(executor, ForkServer(message_process.run))
-    wait_for_tasks(loop, TaskReader(os.environ).wait)
-    flower_superexec()
+    fork_messages(EXECUTOR.load(), ForkServer(message_process.run))
+    TASK_LOOP.set_sleep(TASK_LOOP.load(), TaskReader(os.environ).wait)
+    flower_compat.flower_superexec()
 
 
 if __name__ == "__main__":

@@ -12,8 +12,7 @@ import ipaddress
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from allhands.errors import UserError
-from allhands.federated.sites import flower
+from allhands.federated.sites import flower, flower_compat
 
 _CONTROL = "/v1/control"
 
@@ -56,16 +55,10 @@ def is_local(scope: dict[str, Any]) -> bool:
 def main() -> None:
     """`flower-superlink`, with its own arguments."""
     flower.require()
-    from flwr.supercore import sql_mixin
-    from flwr.superlink import extensions
     from starlette.middleware import Middleware
 
-    before = getattr(extensions, "get_middleware", None)
-    if before is None:
-        raise UserError(
-            "this Flower has no hook for middleware, so that its control interface would be open: "
-            f"{flower.INSTALL}"
-        )
+    extensions, sql_mixin = flower_compat.MIDDLEWARE.load(), flower_compat.DATABASE.load()
+    before = extensions.get_middleware
     extensions.get_middleware = lambda: (Middleware(LocalControl), *before())
     # Flower gives each connection to the database 64 MB of cache and a view of 256 MB of the file,
     # and has up to 15 of them: the messages on their way would be in memory after all.
@@ -75,9 +68,7 @@ def main() -> None:
         "mmap_size": "0",
     }.items()
     sql_mixin.SQLITE_PRAGMAS = tuple(pragmas)
-    from flwr.superlink.cli import flower_superlink
-
-    flower_superlink()
+    flower_compat.flower_superlink()
 
 
 if __name__ == "__main__":
