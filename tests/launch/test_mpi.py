@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,10 @@ import pytest
 
 from allhands.cli import main
 from allhands.errors import UserError
-from allhands.launch import Command
+from allhands.launch import Command, mpi
 from allhands.launch.hosts import HostSpec
 from allhands.launch.mpi import RANK, MpiLauncher, command_line, find_launcher
+from allhands.launch.options import Options
 from tests.patience import patience
 
 pytestmark = pytest.mark.usefixtures("forked_python")
@@ -254,3 +257,26 @@ def test_a_server_that_dies_ends_the_ranks(tmp_path: Path) -> None:
     done = under_mpi(tmp_path, "-s", "1", "loses.py")
     assert done.returncode != 0
     assert "server 0 ended with exit code -9; the ranks are ended" in done.stderr
+
+
+def test_nothing_is_left_open_when_the_launcher_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mpi, "find_launcher", lambda _: MpiLauncher("true", "mpich"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ResourceWarning)
+        assert started(servers=0) == 0
+        with pytest.raises(UserError, match="sh is no Python script"):
+            started(servers=1)
+        gc.collect()
+    assert [str(one.message) for one in caught] == []
+
+
+def started(servers: int) -> int:
+    return mpi.run_mpi(
+        Command("program", "sh", ()),
+        [],
+        Options(workers=1, servers=servers),
+        variables={},
+        exported=[],
+        python=sys.executable,
+        more=[],
+    )

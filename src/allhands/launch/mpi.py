@@ -196,6 +196,11 @@ def run_mpi(
             f"{named}: with --launcher mpi the ranks belong to MPI's launcher, which cannot do "
             "that; leave it out, or use --launcher ssh or slurm"
         )
+    if options.servers and RANK not in _ranks_command(command, python):
+        raise UserError(
+            f"--servers with --launcher mpi: {command.target} is no Python script, which alone is "
+            "told where the servers are; start servers with --launcher ssh"
+        )
     launcher = find_launcher(os.environ)
     given = {**variables, **options.env_worker}
     own = {name: value for name, value in given.items() if value is not None}
@@ -224,11 +229,6 @@ def run_mpi(
         options=more,
     )
     show(sys.stderr, f"allhands: {shlex.join(words)}\n".encode())
-    if servers.count and RANK not in words:
-        raise UserError(
-            f"--servers with --launcher mpi: {command.target} is no Python script, which alone is "
-            "told where the servers are; start servers with --launcher ssh"
-        )
     parent = os.getpid()
     with servers, _Relay() as relay:
         process = subprocess.Popen(
@@ -241,8 +241,11 @@ def run_mpi(
             start_new_session=True,
             preexec_fn=lambda: processes.die_with_parent(parent),  # noqa: PLW1509
         )
+        assert process.stdout is not None
+        assert process.stderr is not None
         relay.to(process)
-        gave_up = _show_output(process, servers)
+        with process.stdout, process.stderr:
+            gave_up = _show_output(process, servers)
         code = process.wait()
     if code < 0:
         return 128 - code
