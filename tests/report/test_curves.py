@@ -118,6 +118,9 @@ def test_many_metrics_and_loaders_have_a_place_each(tmp_path: Path) -> None:
     assert len({curves._colour(name, ["train", "valid", "a", "b"]) for name in "ab"}) == 2
     with pytest.raises(UserError, match="cannot be written"):
         draw_curves(tmp_path / "absent" / "a.png", {"round": [1, 2]}, found)
+    for name in ("none.svg", "none.png"):
+        with pytest.raises(UserError, match=rf"{name} is not drawn: there is no curve"):
+            draw_curves(tmp_path / name, {"round": [1, 2]}, {})
 
 
 def test_all_that_is_written_lies_within_the_picture_and_apart() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from allhands.errors import UserError
 from allhands.report.figures import (
     TEXT,
     fixed_axes,
@@ -48,8 +49,10 @@ def draw_curves(
         curves: by metric and loader.
 
     Raises:
-        UserError: matplotlib is not installed, or the file cannot be written.
+        UserError: there are no curves, matplotlib is not installed, or the file cannot be written.
     """
+    if not curves:
+        raise UserError(f"{path} is not drawn: there is no curve; curves needs one metric or more")
     if Path(path).suffix.lower() != ".png":
         save_figure(curves_figure(at, curves), path)
         return
