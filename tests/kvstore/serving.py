@@ -79,6 +79,8 @@ class Job:
         for store in self.stores:
             with contextlib.suppress(Exception):
                 store.close()
+            for link in store.links:  # of a store that was lost, or could not close
+                link.abandon()
         for server in self.servers:
             server.close()
 
