@@ -5,7 +5,6 @@ A run file is read and checked before torch is imported, so that a mistake in it
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated
@@ -13,6 +12,7 @@ from typing import Annotated
 import typer
 
 from allhands.cli.shared_options import Json, Overrides, RunFiles, read_checked
+from allhands.environ import variables
 from allhands.errors import UserError
 
 
@@ -56,14 +56,6 @@ def run(
 @contextmanager
 def _output(kind: str | None) -> Iterator[None]:
     """Within, trainings print so; None: as the variable of the environment says."""
-    name = "ALLHANDS_OUTPUT"  # its module would import torch
-    before = os.environ.get(name)
-    if kind is not None:
-        os.environ[name] = kind
-    try:
+    # The variable's module would import torch.
+    with variables({} if kind is None else {"ALLHANDS_OUTPUT": kind}):
         yield
-    finally:
-        if before is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = before

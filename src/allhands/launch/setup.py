@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from allhands.environ import set_variables
 from allhands.errors import UserError
 from allhands.launch import horovod_alias, processes
 from allhands.launch.python import versions
@@ -33,11 +34,7 @@ def set_up(
             workers.
         preload: modules to import now.
     """
-    for name, value in env.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+    set_variables(env)
     horovod_alias.provide()
     if cwd is not None:
         try:

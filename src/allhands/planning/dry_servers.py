@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
+from allhands.environ import variables
 from allhands.kvstore.placement import DTYPES, KeyPiece, place
 from allhands.kvstore.rules import rules_of
 from allhands.kvstore.served import ServedStore
@@ -90,12 +89,11 @@ def dry_servers(servers: int, rank: int, workers: int) -> Iterator[None]:
         made.append(store)
         return store
 
-    with (
-        mock.patch.dict(os.environ, {"ALLHANDS_NUM_SERVERS": str(servers)}),
-        mock.patch.object(ServedStore, "connect", connect),
-    ):
+    with variables({"ALLHANDS_NUM_SERVERS": str(servers)}):
+        ServedStore.connect = connect  # type: ignore[method-assign]
         try:
             yield
         finally:
+            del ServedStore.connect  # of this class; that of its base is there again
             for store in made:
                 store.close()

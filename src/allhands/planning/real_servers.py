@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 
+from allhands.environ import variables
 from allhands.kvstore.optimizers import hyper, spec_of_torch
 from allhands.kvstore.parameter_server import ParameterServer
 from allhands.kvstore.rules import rules_of
@@ -102,7 +102,7 @@ def _exchange(workload: Workload, strategy: KVStore, workers: int, transport: st
 def _servers(count: int, workers: int) -> Iterator[list[dict[str, Any]]]:
     """Within, there are servers, each in a process of its own: where they listen."""
     context = multiprocessing.get_context("fork")
-    with mock.patch.dict(os.environ, {TOKEN: secrets.token_hex(32)}):
+    with variables({TOKEN: secrets.token_hex(32)}):
         processes = []
         try:
             where = []
