@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from allhands.data.random import get_states, set_states
+from allhands.split_mix import STEP, mixed
 
 # What the batch sampler hands out: (seed of the epoch, position of the first sample in the epoch's
 # order, sample indices).
@@ -137,13 +138,8 @@ class _TorchGeneratorKept:
 
 def seed_sample(seed: int, position: int) -> None:
     """Seed torch (the processor's generator), numpy and random for one position of an epoch."""
-    # The finalizer of SplitMix64 (Steele, Lea and Flood, 2014): neighbouring positions get
-    # unrelated seeds.
-    mixed = (seed + position * 0x9E3779B97F4A7C15) & _MASK
-    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
-    mixed ^= mixed >> 31
+    of_sample = mixed((seed + position * STEP) & _MASK)
     # torch.manual_seed would take a hundred times as long.
-    torch.default_generator.manual_seed(mixed >> 1)
-    np.random.seed(mixed & 0xFFFFFFFF)
-    random.seed(mixed)
+    torch.default_generator.manual_seed(of_sample >> 1)
+    np.random.seed(of_sample & 0xFFFFFFFF)
+    random.seed(of_sample)

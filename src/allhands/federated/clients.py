@@ -10,6 +10,7 @@ import torch
 
 from allhands.data import derive_seed
 from allhands.errors import UserError
+from allhands.split_mix import mixed_array
 
 
 class Clients:
@@ -120,12 +121,12 @@ class Clients:
             )
         owner = np.repeat(np.arange(len(self)), self.sizes)
         place = np.arange(len(owner)) - np.repeat(self.offsets[:-1], self.sizes)
-        keys = _mix(
-            _mix(
+        keys = mixed_array(
+            mixed_array(
                 np.arange(len(self), dtype=np.uint64) ^ np.uint64(derive_seed(seed, "client tests"))
             )
         )
-        drawn = _mix(_mix(keys[owner] ^ place.astype(np.uint64)))
+        drawn = mixed_array(mixed_array(keys[owner] ^ place.astype(np.uint64)))
         order = np.lexsort((drawn, owner))  # each client's own samples, shuffled
         for_tests = np.zeros(len(owner), dtype=bool)
         for_tests[order[place < np.repeat(tests, self.sizes)]] = True
@@ -153,13 +154,3 @@ class Clients:
             "to exactly one "
             f"({int((counts == 0).sum())} belong to none, {int((counts > 1).sum())} to several)"
         )
-
-
-def _mix(z: np.ndarray) -> np.ndarray:
-    """Random bits of 64-bit numbers (uint64, any shape): the finalizer of splitmix64 (Steele, Lea
-    and Flood, 2014)."""
-    with np.errstate(over="ignore"):
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    made: np.ndarray = z ^ (z >> np.uint64(31))
-    return made

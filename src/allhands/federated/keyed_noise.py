@@ -18,11 +18,11 @@ from torch import nn
 from allhands.data import derive_seed
 from allhands.errors import UserError
 from allhands.models.augment import PerImage, RandomCrop, RandomFlip
+from allhands.split_mix import STEP, mixed_array
 
 # Odd multipliers with good avalanche: the golden ratio, and two of murmur3's finalizer, as signed
 # 32-bit numbers.
 _SPREAD, _MIX, _LAST = (n - 2**32 for n in (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35))
-_STEP = np.uint64(0x9E3779B97F4A7C15)
 #: Numbers of dropout that are made at once for further steps of a client, by kind of device: on a
 #: GPU asking for the ten operations takes longer than their work, on a processor it does not.
 MOST_AHEAD = {"cuda": 1 << 22}
@@ -234,12 +234,10 @@ class KeyedNoise:
             [derive_seed(seed, "dropout", round_, client) for client in clients], dtype=np.uint64
         )
         counted = np.arange(1, steps * layers + 1, dtype=np.uint64)
-        with np.errstate(over="ignore"):  # splitmix64 (Steele, Lea and Flood, 2014)
-            z = firsts[:, None] + counted * _STEP
-            z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-            z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        with np.errstate(over="ignore"):
+            places = firsts[:, None] + counted * np.uint64(STEP)
         return torch.from_numpy(
-            (z >> np.uint64(32))
+            (mixed_array(places, whole=False) >> np.uint64(32))
             .astype(np.uint32)
             .view(np.int32)
             .reshape(len(clients), steps, layers)

@@ -14,6 +14,7 @@ from allhands.kvstore.optimizers import OptimizerSpec
 from allhands.kvstore.row_updates import UPDATES
 from allhands.kvstore.specs import changed, layout_of
 from allhands.kvstore.values import RowSparse
+from allhands.split_mix import STEP_SIGNED, mixed_tensor
 
 _EMPTY = -1
 
@@ -301,25 +302,14 @@ def first_rows(table: RowSparse, ids: torch.Tensor) -> torch.Tensor:
     if table.std == 0:
         return torch.zeros(len(ids), table.columns, dtype=table.dtype)
     pairs = -(-table.columns // 2)
-    of_row = _mix(_mix(ids + 1) ^ _mix(torch.tensor(table.seed)))
-    bits = _mix(of_row[:, None] + torch.arange(1, pairs + 1) * _ODD)
+    of_row = mixed_tensor(mixed_tensor(ids + 1) ^ mixed_tensor(torch.tensor(table.seed)))
+    bits = mixed_tensor(of_row[:, None] + torch.arange(1, pairs + 1) * STEP_SIGNED)
     # Never 0, of which there is no logarithm.
     high = ((bits >> 32 & 0xFFFFFFFF).double() + 0.5) / 2**32
     low = (bits & 0xFFFFFFFF).double() * (2 * math.pi / 2**32)
     size = high.log_().mul_(-2).sqrt_()
     both = torch.stack((size * low.cos(), size * low.sin()), 2).view(len(ids), -1)
     return (both[:, : table.columns] * table.std).to(table.dtype)
-
-
-_ODD = -7046029254386353131  # 0x9E3779B97F4A7C15, an odd number near 2**64 / the golden ratio
-
-
-def _mix(numbers: torch.Tensor) -> torch.Tensor:
-    """Hashes of 64 bits, by the finalizer of SplitMix64 (Steele, Lea and Flood 2014).
-    Multiplication wraps around."""
-    numbers = (numbers ^ (numbers >> 30 & (1 << 34) - 1)) * -4658895280553007687
-    numbers = (numbers ^ (numbers >> 27 & (1 << 37) - 1)) * -7723592293110705685
-    return numbers ^ (numbers >> 31 & (1 << 33) - 1)
 
 
 class _Index:
@@ -337,7 +327,7 @@ class _Index:
         """The slot of each id, -1 where there is none; int64."""
         found = torch.full_like(ids, -1)
         mask = len(self._ids) - 1
-        which, place = torch.arange(len(ids)), _mix(ids) & mask
+        which, place = torch.arange(len(ids)), mixed_tensor(ids) & mask
         while len(which):
             there = self._ids[place]
             hit = there == ids
@@ -357,7 +347,7 @@ class _Index:
             self._ids = torch.full((size,), _EMPTY)
             self._slots = torch.empty(size, dtype=torch.int32)
         mask = len(self._ids) - 1
-        place = _mix(ids) & mask
+        place = mixed_tensor(ids) & mask
         while len(ids):
             free = self._ids[place] == _EMPTY
             # Several may want one place; whose id is there after all have written has it.
