@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -145,6 +146,30 @@ def test_what_compression_left_over_is_lost_on_no_number_of_workers(
         line.startswith("note: the checkpoint holds what compression had left over")
         for line in lines
     ] == [True] * (workers == 1)
+
+
+def test_a_worker_has_the_whole_state_between_steps_alone(tmp_path: Path) -> None:
+    held: list[int] = []
+
+    class Look(allhands.Callback):
+        def on_step_end(self, training: Any) -> None:
+            held.append(len(optimizer.state))
+
+    for epochs in (2, 3):  # the first ends with a checkpoint, from which the second goes on
+        model = classifier()
+        optimizer = torch.optim.Adam(model.parameters())
+        fit(
+            model=model,
+            optimizer=optimizer,
+            num_epochs=epochs,
+            logdir=tmp_path,
+            resume=tmp_path if epochs > 2 else None,
+            distributed=KVStore(update="store"),
+            callbacks=[Look()],
+        )
+        assert len(optimizer.state) == len(list(model.parameters()))
+        assert int(optimizer.state[model[0].weight]["step"]) == len(held)
+    assert set(held) == {0}
 
 
 def test_a_worker_that_fails_alone_ends_all() -> None:

@@ -76,6 +76,7 @@ class KVStoreExchange(Exchange):
         stored, store, optimizer = self.stored, self.stored.store, self.stored.optimizer
         assert store is not None
         stored.check_unchanged()
+        stored.drop_state()
         if clip_norm is not None and stored.idle:
             raise UserError(
                 f"the optimizer does not hold the parameter '{stored.idle[0]}' "

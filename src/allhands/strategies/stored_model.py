@@ -218,6 +218,13 @@ class StoredModel:
         if self.settings.alone:
             self.store.barrier()
 
+    def drop_state(self) -> None:
+        """Before a step of the store's: what `collect`, `bring` or a checkpoint has put into the
+        optimizer would be the whole state beside this worker's part of it, and is old then."""
+        if self.settings.takes_step and self.optimizer.state:
+            for slot in self.slots:
+                self.optimizer.state.pop(slot.first, None)
+
     def close(self) -> None:
         """Leave the store; what it has is collected before."""
         if self.store is not None:
