@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.data import DataLoader, TensorDataset
 
 from allhands import SupervisedRunner
@@ -167,14 +168,30 @@ def fails(output: torch.Tensor) -> torch.Tensor:
     raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB")
 
 
+class FailsBackward(torch.autograd.Function):
+    """Stands for a compiler that fails at the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
+        return output.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise BackendCompilerFailed(fails, KeyError("mine"), None)
+
+
 @pytest.mark.parametrize(
     ("forward", "reason"),
     [
+        (
+            FailsBackward.apply,
+            "it fails: BackendCompilerFailed: backend='fails' raised: KeyError: 'mine', at ",
+        ),
         (fails, "it fails: OutOfMemoryError: CUDA out of memory. Tried to allocate 3.00 GiB, at "),
         (lambda output: 1.1 * output, "its gradients differ by 0."),
         (lambda output: output + 1.0, ""),  # the same gradients of a cross-entropy, and rounding
     ],
-    ids=["fails", "wrong", "right"],
+    ids=["backward fails", "fails", "wrong", "right"],
 )
 def test_what_compiles_wrongly_trains_as_before(
     monkeypatch: pytest.MonkeyPatch, forward: Any, reason: str
@@ -201,6 +218,85 @@ def test_what_compiles_wrongly_trains_as_before(
     assert said[0].startswith(f"step: compiled no longer, since {reason}")
     assert len(one.losses) == 100
     assert one.graphs.captures == 1  # what was captured before is still right
+
+
+def of_new_shape(
+    monkeypatch: pytest.MonkeyPatch, resumed: bool
+) -> tuple[Trained, Trained, list[str]]:
+    """Captured steps of 8 samples, of which from 60 on some have 5, whose backward pass fails where
+    the model is compiled; and the same steps by hand."""
+    log: list[str] = []
+    monkeypatch.setattr(compile_choice, "StepTimes", lambda device: Times(log, 0.01, 0.007))
+    one = Trained(still_network(), torch.optim.AdamW, {"lr": 1e-3})
+    other = Trained(still_network(), torch.optim.AdamW, {"lr": 1e-3}, captured=False)
+    assert one.captured is not None
+
+    def forward(output: torch.Tensor) -> torch.Tensor:
+        return FailsBackward.apply(output) if len(output) == 5 else output
+
+    choice = one.captured.choice = CompileChoice(
+        lambda: Changed(log, one.model, forward), 2, lambda: 10**6, WORLD, one.said.append
+    )
+    if resumed:
+        choice.begin()
+    small = data(40, (5,))
+    batches = data(60)[60 * resumed :] + small[:3] + data(4) + small[3:]
+    one.steps(batches)
+    other.steps(batches)
+    return one, other, log
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_compiler_that_fails_at_a_new_shape_ends_no_training(
+    monkeypatch: pytest.MonkeyPatch, resumed: bool
+) -> None:
+    one, other, log = of_new_shape(monkeypatch, resumed)
+    assert log == ["enters", "leaves"]
+    said = [line for line in one.said if "compiled no longer" in line]
+    assert len(said) == 1
+    assert said[0].startswith("step: compiled no longer, since it fails: BackendCompilerFailed")
+    assert len(one.losses) == len(other.losses)
+    assert one.losses == pytest.approx(other.losses, rel=1e-5)
+    assert relative_difference(one.model.state_dict(), other.model.state_dict()) < 1e-4
+
+
+def one_rank_fails() -> tuple[list[bool], list[str]]:
+    world = current_world()
+    assert world is not None
+    said: list[str] = []
+
+    def found(rounded: bool) -> list[torch.Tensor]:
+        return alike(rounded) if world.rank == 0 else [fails(torch.ones(1))]
+
+    with CompileChoice(lambda: Marked([]), 10, lambda: 20_000, world, said.append) as choice:
+        choice.begin()
+        assert choice.shape_fails("a", found)
+        assert not choice.active
+    with CompileChoice(lambda: Marked([]), 10, lambda: 20_000, world, said.append) as choice:
+        choice.begin()
+        # Ranks see later shapes at steps of their own, so that they cannot agree on them.
+        told = [choice.shape_fails("a", alike), choice.shape_fails("b", found)]
+    return told, said
+
+
+def test_what_was_compiled_before_and_fails_on_one_rank_is_compiled_on_none() -> None:
+    one, other = in_world(2, one_rank_fails)
+    assert one == other
+    assert one[0] == [False, False]
+    (line,) = one[1]
+    assert line.startswith("step: compiled no longer, since it fails: OutOfMemoryError")
+
+
+def test_an_error_of_the_compiler_says_what_never_compiles() -> None:
+    choice = CompileChoice(lambda: Marked([]), 10, lambda: 20_000, WORLD, [].append)
+    error = BackendCompilerFailed(fails, KeyError("a"), None)
+    for raised in (error, KeyError("the model's own")):
+        with pytest.raises(type(raised)), choice:
+            choice.begin()
+            raise raised
+        assert not choice.active
+        notes = [note for note in getattr(raised, "__notes__", []) if "step='auto'" in note]
+        assert len(notes) == (raised is error)
 
 
 def one_rank_differs() -> tuple[list[int], list[str], list[str]]:

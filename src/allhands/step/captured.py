@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -150,32 +151,32 @@ class CapturedSteps:
         # Compiled steps that have to be eager are not what is looked for.
         eager = self._waits is not None and not self.choice.active
         if self.choice.step_taken(
-            replayed or eager, lambda rounded: self._found(take, batches, counts, total, rounded)
+            replayed or eager, partial(self._found, take, batches, counts, total)
         ):
             self.reason = None if self.choice.active else self._waits
             self._forget()
 
-    def _take(
-        self,
-        take: OptimizerStep,
-        batches: Sequence[Any],
-        counts: Sequence[int],
-        total: int,
-        idle: bool,
-    ) -> bool:
-        """Take the step; whether it was replayed."""
+    def _take(self, take: OptimizerStep, batches: Sequence[Any], *step: Any) -> bool:
+        """Take the step, of which `step` has the further arguments; whether it was replayed."""
         if not self._adapts:
-            take(batches, counts, total, idle)
+            take(batches, *step)
             return False
         if self.optimizer.changed():
             self._forget()
-        if self.reason is not None:
-            with self.optimizer.capturable():
-                take(batches, counts, total, idle)
-            return False
+        compiled = self.choice is not None and self.choice.active
+        if self.reason is not None and not compiled:
+            return self._take_eagerly(take, batches, *step)
         leaves, tree = pytree.tree_flatten(batches)
+        counts, total, idle = step
         key = (tree, tuple(_form_of(leaf) for leaf in leaves), tuple(counts), total, idle)
         captured = self._captured.get(key)
+        if self.choice is not None and captured is None:
+            found = partial(self._found, take, batches, counts, total)
+            if self.choice.shape_fails(key, found):
+                self.reason = self._waits
+                self._forget()
+        if self.reason is not None:
+            return self._take_eagerly(take, batches, *step)
         if captured is not None:
             with take.label("captured step"):
                 captured.replay(take, leaves)
@@ -186,16 +187,21 @@ class CapturedSteps:
             batches = pytree.tree_unflatten(leaves, tree)
             if seen <= _EAGER or self._taken.get(key) is not take:
                 # In a new epoch by a new object: what it makes once is not for a graph.
-                take(batches, counts, total, idle)
+                take(batches, *step)
             elif key not in self._good:
-                self._looked_at(take, batches, counts, total, idle)
+                self._looked_at(take, batches, *step)
                 self._good.add(key)
             else:
-                captured = self._capture_step(take, leaves, tree, counts, total, idle)
+                captured = self._capture_step(take, leaves, tree, *step)
         self._taken[key] = take
         if captured is not None:
             self._captured[key] = captured
             captured.replay(take, leaves)
+        return False
+
+    def _take_eagerly(self, take: OptimizerStep, *step: Any) -> bool:
+        with self.optimizer.capturable():
+            take(*step)
         return False
 
     # ------------------------------------------------------------------ trying

@@ -17,6 +17,7 @@ import torch
 
 from allhands.comm import all_gather_text, calls
 from allhands.step.compile_check import relative_gaps
+from allhands.step.compiled import is_compilers, message_of
 from allhands.step.guards import where_raised
 from allhands.world import World
 
@@ -70,11 +71,18 @@ class CompileChoice:
         self._active: AbstractContextManager[Any] | None = None
         self._taken, self._next = 0, float(_DECIDES)
         self._before = 0.0
+        #: Of steps whose compiled passes were tried, and of the last one.
+        self._shapes: set[Any] = set()
+        self._shape: Any = None
 
     def __enter__(self) -> CompileChoice:
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if self.active and error is not None and is_compilers(error):
+            error.add_note(
+                "allhands: step='auto' had the model compiled; step='graph' or 'eager' never does"
+            )
         self._leave()
 
     @property
@@ -86,6 +94,27 @@ class CompileChoice:
         """The model is compiled from the start, as it was when the training was interrupted."""
         self._enter()
         self._next = math.inf
+
+    def shape_fails(self, shape: Any, found: Found) -> bool:
+        """Whether the model is compiled no longer, as its passes in the step to come fail.
+
+        Each shape is compiled for itself, so that the first step of each is tried. Several ranks
+        need not see a shape at the same step, and cannot agree then: they try the first one after
+        `begin` alone.
+
+        Args:
+            shape: of the step.
+            found: gives its losses and gradients.
+        """
+        self._shape = shape
+        if not self.active or shape in self._shapes:
+            return False
+        tries = self._world.world_size == 1 or not self._shapes
+        self._shapes.add(shape)
+        refusal = self._agreed(lambda: self._passes(found)) if tries else None
+        if refusal is not None:
+            self._take_back(refusal)
+        return refusal is not None
 
     def step_taken(self, counts: bool, found: Found) -> bool:
         """A step is taken.
@@ -116,36 +145,52 @@ class CompileChoice:
             f"step: {left:,} steps of {1000 * seconds:.3g} ms are left, so that torch.compile is "
             f"tried (about {self._takes:.0f} s); step='graph' or 'eager' never compiles"
         )
-        refusal = self._refusal(found)
+        refusal = self._agreed(lambda: self._differs(found))
         if refusal is None:
+            self._shapes = {self._shape}
             return True
+        self._take_back(refusal)
+        return False
+
+    def _take_back(self, refusal: str) -> None:
         self._next = math.inf
         self._say(f"step: compiled no longer, since {refusal}")
         self._leave()
-        return False
 
-    def _refusal(self, found: Found) -> str | None:
-        """Have the model compiled; why it is not to stay so, on all ranks alike.
+    def _passes(self, found: Found) -> str:
+        found(False)
+        return ""
+
+    def _differs(self, found: Found) -> str:
+        """Have the model compiled; in what it gives something else then, "" where in nothing."""
+        plain = found(False)
+        rounding = relative_gaps(plain, found(True))
+        self._enter()
+        refusal = ""
+        for what, gap in relative_gaps(plain, found(False)).items():
+            allowed = max(_ALLOWED, _ROUNDING * rounding[what])
+            if not gap <= allowed:
+                refusal = (
+                    f"its {what} differ by {gap:.2g} of their norm then, and rounding explains "
+                    f"{allowed:.2g}"
+                )
+        return refusal
+
+    def _agreed(self, look: Callable[[], Any]) -> str | None:
+        """Why the model is not to stay compiled, on all ranks alike.
 
         A wrong result, an error of the compiler and a want of memory show here, where no step
         depends on them.
+
+        Args:
+            look: says why, or fails; empty where nothing is wrong.
         """
-        refusal = ""
         try:
-            plain = found(False)
-            rounding = relative_gaps(plain, found(True))
-            self._enter()
-            gaps = relative_gaps(plain, found(False))
-            for what, gap in gaps.items():
-                allowed = max(_ALLOWED, _ROUNDING * rounding[what])
-                if not gap <= allowed:
-                    refusal = (
-                        f"its {what} differ by {gap:.2g} of their norm then, and rounding explains "
-                        f"{allowed:.2g}"
-                    )
+            refusal = look() or ""
         except Exception as error:  # whatever it is, the training goes on without
-            lines = str(error).splitlines() or [""]
-            refusal = f"it fails: {type(error).__name__}: {lines[0]}, at {where_raised(error)}"
+            refusal = (
+                f"it fails: {type(error).__name__}: {message_of(error)}, at {where_raised(error)}"
+            )
         calls.note("comparing the compiled model with the model as it is")
         return next(filter(None, all_gather_text(refusal, self._world)), None)
 

@@ -57,6 +57,13 @@ def compiler_missing(device: torch.device) -> str | None:
     )
 
 
+def is_compilers(error: BaseException) -> bool:
+    """Whether the compiler has failed, and not the model."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return isinstance(error, TorchDynamoException)
+
+
 class Compiled:
     """A context in which calls of a model, or of its layers, are compiled; an error of the compiler
     leaves it as a `UserError`.
@@ -107,11 +114,9 @@ class Compiled:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        from torch._dynamo.exc import TorchDynamoException
-
         self._stack.close()
-        if isinstance(error, TorchDynamoException):
-            raise cannot_compile(f"{_said(error)}, at {_line_of(error)}") from error
+        if error is not None and is_compilers(error):
+            raise cannot_compile(f"{message_of(error)}, at {_line_of(error)}") from error
 
 
 def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -159,9 +164,9 @@ def _show_globals(model: nn.Module, stack: ExitStack) -> None:
                 stack.callback(vars(home).pop, name, None)
 
 
-def _said(error: BaseException) -> str:
-    """What the compiler says, without its advice: the error of the operation that failed, or the
-    first two lines."""
+def message_of(error: BaseException) -> str:
+    """What an error says, without the compiler's advice: the error of the operation that failed,
+    or the first two lines."""
     cause = re.search(r": got (\w+\(.*\))$", str(error), re.MULTILINE)
     if cause is not None:
         return cause[1]
