@@ -57,8 +57,9 @@ def _planned(
     training does not fit. Each rank must hold the whole model under its own names: what has been
     cut cannot be planned again. Where there are several workers, a process of its own plans."""
     room, strategy = _room(world), settings.strategy
-    whole = strategy.name in ("single", "ddp", "kvstore", "local_sgd")
-    if not (whole and room and task.runner is not None and not settings.activation_checkpointing):
+    if not (strategy.whole_model and room and task.runner is not None):
+        return []
+    if settings.activation_checkpointing:
         return []
     given = in_plan(settings, task, batch)
     found: list[str] = public("planning").fitting_changes(

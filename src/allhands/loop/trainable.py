@@ -21,7 +21,7 @@ def check_trainable(settings: LoopSettings, workers: int) -> None:
     check_compiled(settings, workers)
     check_recomputed(settings)
     again = bool(settings.activation_checkpointing)
-    check_cast(strategy, settings.precision, again, workers)
+    check_cast(strategy, settings.precision, again)
     check_meta(settings)
     own_memory(settings.model)
     if workers > 1 or settings.accumulate > 1:
@@ -29,7 +29,7 @@ def check_trainable(settings: LoopSettings, workers: int) -> None:
     strategy.check_training(settings, workers)
 
 
-def check_cast(strategy: Strategy, precision: str, recomputes: bool, workers: int) -> None:
+def check_cast(strategy: Strategy, precision: str, recomputes: bool) -> None:
     """Raise `UserError` where the weights of a model cannot be cast at each call, as `precision`
     asks; `recomputes`: layers are computed again."""
     if precision not in CASTS_WEIGHTS:
@@ -42,7 +42,7 @@ def check_cast(strategy: Strategy, precision: str, recomputes: bool, workers: in
             f"precision={precision!r} casts the weights of a whole model, and strategy "
             f"'{strategy.name}' keeps them in parts; write {instead}"
         )
-    if strategy.compile_refused(workers) is not None:
+    if not strategy.whole_model:
         raise UserError(
             f"precision={precision!r} is not for strategy '{strategy.name}'; write precision='bf16'"
         )

@@ -301,7 +301,7 @@ def _predict(
         ranks = list(range(gpus))
     try:
         strategy.check_size(gpus)
-        check_cast(strategy, workload.precision, bool(workload.activation_checkpointing), gpus)
+        check_cast(strategy, workload.precision, bool(workload.activation_checkpointing))
         steps_of_ranks = [take(workload, candidate, gpus, rank, per_host) for rank in ranks]
     except (UserError, ValueError) as error:
         return Prediction(candidate.name, lines, {}, None, 0.0, 0.0, samples, limit, str(error))

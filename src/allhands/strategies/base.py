@@ -103,6 +103,8 @@ class Strategy(ABC):
     #: Whether every rank must call the model equally often, in training and evaluation; see
     #: `allhands.data.feed`.
     level: bool = False
+    #: Whether each worker has the whole model under its own names, in one copy.
+    whole_model: bool = False
     #: Whether a model on the meta device can be trained, whose weights come into being on the
     #: workers.
     takes_meta: bool = False
@@ -149,6 +151,8 @@ class Strategy(ABC):
     def compile_refused(self, workers: int) -> str | None:
         """Why no model is compiled (``step="compile"``) with so many workers, as the end of a
         sentence; None where one can be."""
+        if self.whole_model:
+            return None
         return (
             f"strategy '{self.name}' is not among those whose models are compiled ('single', "
             "'ddp', 'kvstore', 'local_sgd', 'fsdp' and 'pipeline')"

@@ -61,6 +61,7 @@ class DDP(Strategy):
     """
 
     name = "ddp"
+    whole_model = True
 
     def __init__(
         self,
@@ -156,9 +157,6 @@ class DDP(Strategy):
         )
         state = ReplicatedState(module, optimizer, world) if sharded is None else sharded
         return Bound(Placement(model, world, module), exchange, state)
-
-    def compile_refused(self, workers: int) -> str | None:
-        return None
 
     def compiled(self, workers: int) -> str:
         return "layers" if workers > 1 else "model"

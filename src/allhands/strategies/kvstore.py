@@ -64,6 +64,7 @@ class KVStore(KVStoreSettings, Strategy):
     """
 
     name = "kvstore"
+    whole_model = True
 
     def check_settings(self, settings: Any) -> None:
         if settings.precision == "fp16" and self.alone:
@@ -110,9 +111,6 @@ class KVStore(KVStoreSettings, Strategy):
                 f"KVStore(compress={self.compress!r}) has on each worker what was left over of its "
                 "gradients, which is lost with it; leave compress out"
             )
-        return None
-
-    def compile_refused(self, workers: int) -> str | None:
         return None
 
     def bind(

@@ -97,6 +97,7 @@ class LocalSGD(LocalSGDSettings, Strategy):
     """
 
     name = "local_sgd"
+    whole_model = True
     own_in_words = (
         "what each worker had for itself (its weights and its optimizer's state); all "
         "go on with the means of them"
@@ -181,9 +182,6 @@ class LocalSGD(LocalSGDSettings, Strategy):
 
     def replicas(self, workers: int) -> int | None:
         return None if self.regroup_refused() else workers
-
-    def compile_refused(self, workers: int) -> str | None:
-        return None
 
     def capture_refused(self, model: nn.Module, world: World) -> str | None:
         return None

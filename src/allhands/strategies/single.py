@@ -13,6 +13,7 @@ class Single(Strategy):
     """All of the model and all of the data in one process; nothing is exchanged."""
 
     name = "single"
+    whole_model = True
 
     def check(self, world: World) -> None:
         if world.world_size > 1:
@@ -25,7 +26,4 @@ class Single(Strategy):
         return None
 
     def capture_refused(self, model: nn.Module, world: World) -> str | None:
-        return None
-
-    def compile_refused(self, workers: int) -> str | None:
         return None
