@@ -15,6 +15,9 @@ from torch.optim import optimizer as torch_optimizer
 
 from allhands.compat import profiler_enabled, run_backward
 from allhands.errors import UserError
+from allhands.step.adam import adam_step
+
+_ADAM = (torch.optim.Adam, torch.optim.AdamW)
 
 
 def set_mode(optimizer: torch.optim.Optimizer, training: bool) -> bool:
@@ -96,7 +99,7 @@ def _unlabelled(
     if any(hook is None for hook in hooks):  # a PyTorch that keeps its hooks elsewhere
         return optimizer.step
     before, after, before_any, after_any = hooks
-    take = same or bare
+    take = same or (adam_step(bare) if type(optimizer) in _ADAM else bare)
 
     def update() -> object:
         if before or after or before_any or after_any or profiler_enabled():
