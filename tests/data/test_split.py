@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,14 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import allhands
-from allhands import DDP, FSDP, Callback, SplitByRank, SupervisedRunner, UserError
+from allhands import DDP, FSDP, SplitByRank, SupervisedRunner, UserError
 from allhands.comm import all_gather_text
 from allhands.data import build_feeds, sources_from_datasets, sources_from_loaders
 from allhands.data.split import taken_as
 from tests.data.test_feed import world_of
 from tests.reference import Slope, mean_output
+from tests.refusals import refused
+from tests.runner.problems import StopAt
 from tests.worlds import in_world
 
 
@@ -45,15 +47,6 @@ UNEVEN = Parts([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], [10.0, 20.0])
 SUM_OF_MEANS = 33 / 4 + 3.5 + 5.5 + 7
 
 
-class Stop(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, training: Any) -> None:
-        if training.step == self.step:
-            training.stop("interrupted", now=True)
-
-
 def train(data: Any, model: Any = None, **options: Any) -> tuple[float, Any]:
     model = model or Slope()
     given: dict[str, Any] = {
@@ -67,14 +60,6 @@ def train(data: Any, model: Any = None, **options: Any) -> tuple[float, Any]:
         **given | options,
     )
     return -float(model.w.detach()), history
-
-
-def refused(function: Callable[[], Any]) -> str:
-    try:
-        function()
-    except UserError as error:
-        return str(error)
-    return ""
 
 
 def on_two_workers() -> dict[str, Any]:
@@ -91,8 +76,8 @@ def on_two_workers() -> dict[str, Any]:
     found["epochs"] = train(split, steps_per_epoch=3, num_epochs=2)
     with tempfile.TemporaryDirectory() as own:
         folder = Path(all_gather_text(own, world)[0])
-        train(split, logdir=folder, callbacks=[Stop(2)])
-        found["resumed"] = train(split, logdir=folder, callbacks=[Stop(0)], resume="auto")
+        train(split, logdir=folder, callbacks=[StopAt(2)])
+        found["resumed"] = train(split, logdir=folder, callbacks=[StopAt(0)], resume="auto")
         all_gather_text("done", world)
     found["evaluated"] = SupervisedRunner(device="cpu").evaluate(
         model=Slope(),

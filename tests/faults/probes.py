@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import allhands
-from allhands import DDP, SupervisedRunner, UserError, WorkerError
+from allhands import DDP, SupervisedRunner, WorkerError
 from tests.reference import Slope, mean_output
 from tests.worlds import in_world
 
@@ -183,12 +183,3 @@ def sum_of_means(samples: int, global_batch: int) -> float:
     as it has."""
     x = torch.arange(1.0, samples + 1, dtype=torch.float64)
     return float(sum(part.mean() for part in x.split(global_batch)))
-
-
-def refusal(function: Callable[[], Any]) -> str:
-    """The message of the `UserError` that all ranks get; "" when nothing is refused."""
-    try:
-        function()
-    except UserError as error:
-        return str(error)
-    return ""

@@ -16,8 +16,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from allhands import SupervisedRunner
-from tests.faults.probes import Found, probe, probe_each, refusal, size, train
+from tests.faults.probes import Found, probe, probe_each, size, train
 from tests.reference import relative_difference
+from tests.refusals import refused
 
 pytestmark = pytest.mark.serial
 
@@ -135,7 +136,7 @@ def test_buffers_of_any_dtype_become_rank_0s(found: Found) -> None:
 def one_sample_a_rank() -> str:
     model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
     n = 5 * size()  # batches of 4: the last global batch leaves one sample a rank
-    return refusal(
+    return refused(
         lambda: train(model, (torch.rand(n, 2), torch.rand(n, 1)), 4, nn.MSELoss(), lr=0.01)
     )
 
@@ -155,7 +156,7 @@ def evenly_cut() -> list[int] | str:
     n = 9 * size()
     data = torch.rand(n, 2), torch.rand(n, 1)
     if size() == 1:
-        return refusal(lambda: train(model, data, 8, nn.MSELoss(), lr=0.01, accumulate=2))
+        return refused(lambda: train(model, data, 8, nn.MSELoss(), lr=0.01, accumulate=2))
     return train(model, data, 8, nn.MSELoss(), lr=0.01, accumulate=2)["step"]
 
 

@@ -17,8 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import BinaryAUROC, BinaryF1Score, MulticlassAUROC
 
 from allhands import SupervisedRunner
-from tests.faults.probes import Found, probe, refusal, size, train
+from tests.faults.probes import Found, probe, size, train
 from tests.reference import Slope
+from tests.refusals import refused
 from tests.runner.test_metrics import Echo, mean_loss
 
 pytestmark = pytest.mark.serial
@@ -181,7 +182,7 @@ def test_training_metrics_are_over_all_samples(found: Found) -> None:
 @probe
 def own_synchronisation() -> str:
     x = torch.ones(4)
-    return refusal(
+    return refused(
         lambda: evaluate((x, x), 1, {"mse": torchmetrics.MeanSquaredError(sync_on_compute=False)})
     )
 
@@ -199,8 +200,8 @@ def no_batch_at_all() -> list[str]:
     short = DataLoader(TensorDataset(x, x), 2, drop_last=True)
     model = Slope()
     return [
-        refusal(lambda: evaluate((x, x), 2, drop_last=True)),
-        refusal(
+        refused(lambda: evaluate((x, x), 2, drop_last=True)),
+        refused(
             lambda: SupervisedRunner(device="cpu").train(
                 model=model,
                 criterion=mean_loss,

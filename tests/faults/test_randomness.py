@@ -21,9 +21,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from allhands import DDP, Callback, SupervisedRunner
+from allhands import DDP, SupervisedRunner
 from tests.faults.probes import Found, probe, size
 from tests.reference import Slope, mean_output
+from tests.runner.problems import StopAt
 
 pytestmark = pytest.mark.serial
 
@@ -150,15 +151,6 @@ def test_a_stream_draws_alike_at_any_number_of_workers_and_loader_processes(foun
     ] * EPOCHS
     assert len({row[1] for epoch in here[0] for row in epoch}) == SAMPLES * EPOCHS
     assert EXPECTED.setdefault("stream", here[0]) == here[0]
-
-
-class StopAt(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, training: Any) -> None:
-        if training.step == self.step:
-            training.stop("for the test", now=True)
 
 
 @pytest.mark.parametrize("loader_processes", [0, 1])

@@ -22,11 +22,11 @@ from torch.utils.data import (
 )
 
 import allhands
-from allhands import Callback, SupervisedRunner
+from allhands import SupervisedRunner
 from allhands.comm import all_gather_text
 from tests.faults.probes import Found, probe_each
 from tests.faults.test_resume import same_bits
-from tests.runner.problems import classification
+from tests.runner.problems import StopAt, classification
 
 pytestmark = pytest.mark.serial
 
@@ -111,15 +111,6 @@ def loader(data: str, num_workers: int) -> DataLoader[Any]:
     return DataLoader(plain, 4, shuffle=True)
 
 
-class Stop(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, training: Any) -> None:
-        if training.step == self.step:
-            training.stop("interrupted", now=True)
-
-
 def run(
     logdir: Path | None, step: int, data: str = "plain", num_workers: int = 0, **options: Any
 ) -> Any:
@@ -133,7 +124,7 @@ def run(
         loaders={"train": loader(data, num_workers)},
         metrics=["accuracy"],
         num_epochs=2,
-        callbacks=[Stop(step)],
+        callbacks=[StopAt(step)],
         logdir=logdir,
         resume="auto" if logdir else None,
         **options,

@@ -26,9 +26,10 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from allhands import DDP, Callback, SupervisedRunner, WorkerError
 from allhands.comm.host_sum import HostSum
 from allhands.loop import agreement
-from tests.faults.probes import Found, probe, refusal, size, slope_after, sum_of_means, train
+from tests.faults.probes import Found, probe, size, slope_after, sum_of_means, train
 from tests.patience import patience
 from tests.reference import Slope, mean_output
+from tests.refusals import refused
 
 pytestmark = pytest.mark.serial
 
@@ -103,7 +104,7 @@ def a_loss_that_is_not_finite_in_a_sparse_step() -> list[str]:
         target = torch.zeros(n)
         target[-1] = float("inf")
         messages.append(
-            refusal(
+            refused(
                 lambda n=n, target=target: train(
                     Words(True), (torch.arange(n), target), 2, nn.MSELoss()
                 )

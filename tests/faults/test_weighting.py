@@ -20,8 +20,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from allhands import DDP, SupervisedRunner
-from tests.faults.probes import Found, a_share, probe, refusal, size, train
+from tests.faults.probes import Found, a_share, probe, size, train
 from tests.reference import Slope, global_batches, mean_output, relative_difference, train_by_hand
+from tests.refusals import refused
 
 pytestmark = pytest.mark.serial
 
@@ -267,7 +268,7 @@ def test_another_memory_format_changes_nothing(found: Found) -> None:
 
 @probe
 def focal() -> str:
-    return refusal(
+    return refused(
         lambda: train(
             nn.Linear(3, CLASSES), (torch.ones(6, 3), torch.zeros(6, dtype=torch.long)), 2, Focal()
         )

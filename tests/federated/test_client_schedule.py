@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-import allhands
 from allhands.federated.client_schedule import Costs, Queue, deal, longest_first
 from tests.federated import simulating as sim
 
@@ -97,12 +96,6 @@ class Counted:
 
     def delete_key(self, key: str) -> bool:
         return self.counts.pop(key, None) is not None
-
-
-@pytest.fixture
-def world():
-    yield allhands.init(device="cpu")
-    allhands.finalize()
 
 
 def test_each_group_is_pulled_once(world):

@@ -6,16 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-import allhands
 from allhands.errors import UserError
 from allhands.federated.failures import ClientFailedError
 from tests.federated import simulating as sim
 
-
-@pytest.fixture(autouse=True)
-def _world():
-    yield allhands.init(device="cpu")
-    allhands.finalize()
+pytestmark = pytest.mark.usefixtures("world")
 
 
 class Broken:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -27,11 +26,7 @@ from tests.worlds import in_world
 
 LOCAL = {"batch_size": 4, "epochs": 2}
 
-
-@pytest.fixture(autouse=True)
-def _world() -> Iterator[object]:
-    yield allhands.init(device="cpu")
-    allhands.finalize()
+pytestmark = pytest.mark.usefixtures("world")
 
 
 def head(made, client):

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-import allhands
 from allhands.errors import UserError
 from allhands.federated.algorithms import Scaffold
 from tests.federated import simulating as sim
@@ -16,11 +15,7 @@ from tests.federated.executors.comparing import SIZES, Pulled, images, network
 
 STACKED = ["stacked", {"name": "stacked", "chunk": 2}]
 
-
-@pytest.fixture(autouse=True)
-def _world():
-    yield allhands.init(device="cpu")
-    allhands.finalize()
+pytestmark = pytest.mark.usefixtures("world")
 
 
 def convolutions() -> nn.Module:

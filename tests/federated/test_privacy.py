@@ -8,7 +8,6 @@ import math
 import pytest
 import torch
 
-import allhands
 from allhands.errors import UserError
 from allhands.federated import Federated
 from allhands.federated.algorithms import FedAvg, Median, Scaffold
@@ -16,11 +15,7 @@ from allhands.federated.privacy import Privacy
 from allhands.federated.update_compression import Coded
 from tests.federated import simulating as sim
 
-
-@pytest.fixture(autouse=True)
-def _world():
-    yield allhands.init(device="cpu")
-    allhands.finalize()
+pytestmark = pytest.mark.usefixtures("world")
 
 
 def rounds(

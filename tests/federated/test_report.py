@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-import allhands
 from allhands import SupervisedRunner
 from allhands.errors import UserError
 from allhands.federated import Federated
@@ -22,10 +21,8 @@ pytest.importorskip("matplotlib")
 
 
 @pytest.fixture(autouse=True)
-def _world(monkeypatch):
+def _nobody_around(world, monkeypatch):
     monkeypatch.setattr(workers, "world_around", lambda: 1)
-    yield allhands.init(device="cpu")
-    allhands.finalize()
 
 
 HISTORY = {

@@ -8,14 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-import allhands
 from tests.federated import simulating as sim
 
-
-@pytest.fixture(autouse=True)
-def _world():
-    yield allhands.init(device="cpu")
-    allhands.finalize()
+pytestmark = pytest.mark.usefixtures("world")
 
 
 def row(net: nn.Module, like) -> torch.Tensor:

@@ -7,7 +7,6 @@ import time
 import pytest
 import torch
 
-import allhands
 from allhands.errors import UserError
 from allhands.federated import Federated
 from allhands.federated.algorithms import FedAvg
@@ -19,11 +18,7 @@ from tests.federated import simulating as sim
 
 SIZES = sim.SIZES  # 10, 25, 17, 3
 
-
-@pytest.fixture(autouse=True)
-def _world():
-    yield allhands.init(device="cpu")
-    allhands.finalize()
+pytestmark = pytest.mark.usefixtures("world")
 
 
 def rounds(number: int = 1, per_round: int | None = None, who: Clients | None = None, **options):

@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-import allhands
 from allhands.errors import UserError
 from allhands.federated import Federated
 from allhands.federated.algorithms import Scaffold, Server
@@ -153,12 +152,6 @@ def test_old_spellings_warn():
     said = " ".join(str(one.message) for one in told)
     assert "write Federated(compress=…)" in said
     assert "the option 'fraction' of 'topk'" in said
-
-
-@pytest.fixture
-def world():
-    yield allhands.init(device="cpu")
-    allhands.finalize()
 
 
 def test_rounds_send_what_was_lost_in_later_rounds(world):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 import allhands
-from allhands.errors import UserError
 from allhands.kvstore import RowSparse, Share, Trainer, create
 from tests.kvstore.training import OPTIMIZERS, SIZES, model, take_steps
+from tests.refusals import refused
 
 CLIP = 0.4
 SAVED_AFTER = 9
@@ -27,14 +26,6 @@ def trained(
     take_steps(net, trainer, store, range(len(SIZES)), two_calls)
     store.close()
     return {key: value.cpu() for key, value in net.state_dict().items()}
-
-
-def message_of(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except UserError as error:
-        return str(error)
-    return "no error"
 
 
 def trainings() -> dict[str, Any]:
@@ -82,10 +73,10 @@ def single_keys() -> dict[str, Any]:
     for _ in range(2):
         store.push(9, torch.ones(5))
         found["stepped"] = store.pull(9)
-    found["pushed twice"] = message_of(lambda: [store.push(9, torch.ones(5)) for _ in range(2)])
-    found["another shape"] = message_of(lambda: store.push(9, torch.ones(4)))
-    found["unknown"] = message_of(lambda: store.push(8, torch.ones(4)))
-    found["other calls"] = message_of(
+    found["pushed twice"] = refused(lambda: [store.push(9, torch.ones(5)) for _ in range(2)])
+    found["another shape"] = refused(lambda: store.push(9, torch.ones(4)))
+    found["unknown"] = refused(lambda: store.push(8, torch.ones(4)))
+    found["other calls"] = refused(
         lambda: store.push(3, torch.ones(2, 3)) if rank == workers - 1 else store.barrier()
     )
     store.barrier()
@@ -97,11 +88,11 @@ def differing_keys() -> dict[str, Any]:
     store = create("dist")
     last = store.rank == store.num_workers - 1
     shapes = {"same": torch.zeros(3), "other": torch.zeros(4 if last else 2)}
-    found = {"shape": message_of(lambda: store.declare(shapes, complete=True))}
+    found = {"shape": refused(lambda: store.declare(shapes, complete=True))}
     fewer = {"same": torch.zeros(3)} | ({} if last else {"only": torch.zeros(1)})
-    found["missing"] = message_of(lambda: store.declare(fewer, complete=True))
+    found["missing"] = refused(lambda: store.declare(fewer, complete=True))
     alone = {"same": torch.zeros(3)} | ({} if store.rank else {"of worker 0": torch.zeros(1)})
-    found["of worker 0"] = message_of(lambda: store.declare(alone, complete=True))
+    found["of worker 0"] = refused(lambda: store.declare(alone, complete=True))
     store.declare({"same": torch.zeros(3)}, complete=True)  # nothing of the failed ones is left
     store.close()
     return found
@@ -216,7 +207,7 @@ def more_batches_here() -> dict[str, Any]:
     return {
         "moved": before - net.weight.item(),
         "workers": workers,
-        "closed": message_of(store.barrier),
+        "closed": refused(store.barrier),
     }
 
 
@@ -271,4 +262,4 @@ def keys_in_another_order() -> tuple[list[list[float]], str]:
     store.init(keys, [torch.zeros(1)] * 2)
     store.push(keys, [torch.full((1,), 1.0 if key == "a" else 10.0) for key in keys])
     pulled = [value.tolist() for value in store.pull(["a", "b"])]
-    return pulled, message_of(lambda: store.init(f"of {store.rank}", torch.zeros(1)))
+    return pulled, refused(lambda: store.init(f"of {store.rank}", torch.zeros(1)))

@@ -18,7 +18,7 @@ import allhands
 from allhands import Callback
 from allhands.loop.agreement import Agreement
 from allhands.world import World
-from tests.runner.problems import fit
+from tests.runner.problems import StopAt, fit
 
 
 @pytest.fixture
@@ -155,12 +155,7 @@ def test_without_a_logdir_a_signal_ends_the_process_as_always() -> None:
 def test_a_stop_within_the_epoch_saves_and_goes_on_from_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class Stop(Callback):
-        def on_step_end(self, training: Any) -> None:
-            if training.step == 9:
-                training.stop("enough", now=True)
-
-    _, history = fit(logdir=tmp_path, callbacks=[Stop()])
+    _, history = fit(logdir=tmp_path, callbacks=[StopAt(9)])
     assert history["epoch"] == [1]
     assert "stopped after optimizer step 9, in epoch 2: enough" in capsys.readouterr().out
     whole, _ = fit()

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from allhands import SupervisedRunner
+from allhands import Callback, SupervisedRunner
 
 
 def classification(samples: int = 53, seed: int = 0) -> TensorDataset:
@@ -45,3 +45,14 @@ def fit(**changes: Any) -> tuple[nn.Module, Any]:
     given = arguments(**changes)
     history = SupervisedRunner(device="cpu").train(**given)
     return given["model"], history
+
+
+class StopAt(Callback):
+    """Ends the training after an optimizer step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, training: Any) -> None:
+        if training.step == self.step:
+            training.stop("enough", now=True)

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from allhands import AveragedWeights, Callback, SupervisedRunner, UserError
 from tests.reference import relative_difference
+from tests.runner.problems import StopAt
 from tests.worlds import in_world
 
 EPOCHS, BATCH, SAMPLES = 3, 8, 30
@@ -108,14 +109,8 @@ def test_on_workers_it_is_the_same() -> None:
         assert_same(found, by_hand(0.9, 1))
 
 
-class Leave(Callback):
-    def on_step_end(self, training: Any) -> None:
-        if training.step == 6:
-            training.stop("enough", now=True)
-
-
 def test_a_resumed_training_goes_on_with_the_average(tmp_path: Path) -> None:
-    train(False, AveragedWeights(0.9), Leave(), logdir=tmp_path)
+    train(False, AveragedWeights(0.9), StopAt(6), logdir=tmp_path)
     found = train(False, AveragedWeights(0.9), Callback(), logdir=tmp_path, resume="auto")
     assert_same(found, by_hand(0.9, 1))
 

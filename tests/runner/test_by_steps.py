@@ -28,7 +28,7 @@ from allhands import (
 from allhands.cli import run_training
 from allhands.config import read_run
 from tests.reference import global_batches, train_by_hand
-from tests.runner.problems import arguments, classification, classifier, fit
+from tests.runner.problems import StopAt, arguments, classification, classifier, fit
 from tests.worlds import in_world
 
 # 53 samples: 7 global batches of 8, the last of which has 5.
@@ -183,15 +183,6 @@ def test_a_run_file_trains_by_steps(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------- going on
-
-
-class StopAt(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, training: Any) -> None:
-        if training.step == self.step:
-            training.stop("interrupted", now=True)
 
 
 def assert_same_rows(found: Any, expected: Any) -> None:

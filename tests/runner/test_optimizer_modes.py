@@ -9,7 +9,7 @@ import torch
 
 from allhands import Callback
 from tests.conformance.optimizers import ScheduleFree
-from tests.runner.problems import classifier, fit
+from tests.runner.problems import StopAt, classifier, fit
 
 
 class Seen(Callback):
@@ -41,14 +41,8 @@ def test_the_mode_is_that_of_what_is_done() -> None:
     assert optimizer.param_groups[0]["train_mode"] is False
 
 
-class Stop(Callback):
-    def on_step_end(self, training: Any) -> None:
-        if training.step == 10:
-            training.stop("enough", now=True)
-
-
 def test_a_resumed_training_goes_on_with_the_training_weights(tmp_path: Path) -> None:
     through, _ = trained(logdir=tmp_path / "through", callbacks=[Callback()])
-    trained(logdir=tmp_path / "again", callbacks=[Stop()])
+    trained(logdir=tmp_path / "again", callbacks=[StopAt(10)])
     again, _ = trained(logdir=tmp_path / "again", callbacks=[Callback()], resume="auto")
     assert all(torch.equal(through[name], again[name]) for name in through)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from allhands import Callback, Federated, SupervisedRunner, UserError
+from tests.runner.problems import StopAt
 from tests.worlds import in_world
 
 ROWS = torch.arange(1.0, 11.0).view(-1, 1)  # 5 batches of 2
@@ -106,19 +107,12 @@ def test_check_and_overfit_keep_their_meaning(option: str, steps: list[int]) -> 
     assert (runner.samples == [[1, 2]] * 3) == (option == "overfit")
 
 
-class Stop(Callback):
-    def on_step_end(self, training: Any) -> None:
-        if training.step == 5:
-            training.stop("interrupted", now=True)
-
-
 @pytest.mark.parametrize("data", [None, Endless()])
 @pytest.mark.parametrize("within", [False, True])
 def test_a_resumed_training_goes_on_in_the_data(tmp_path: Path, data: Any, within: bool) -> None:
     whole, model, history = train(3, 4, data)
-    first, _, _ = train(
-        3, 4 if within else 2, data, logdir=tmp_path, callbacks=[Stop()] if within else [Callback()]
-    )
+    last = StopAt(5) if within else Callback()
+    first, _, _ = train(3, 4 if within else 2, data, logdir=tmp_path, callbacks=[last])
     rest, again, resumed = train(3, 4, data, logdir=tmp_path, callbacks=[Callback()], resume="auto")
     assert first.samples + rest.samples == whole.samples
     assert torch.equal(model.weight, again.weight)

@@ -17,8 +17,8 @@ from allhands.step.loss import NonFiniteLossError
 from allhands.strategies.buckets import Bucket
 from allhands.strategies.compressed import CodedSum, sum_rounded
 from tests.reference import relative_difference
-from tests.runner.problems import arguments, fit
-from tests.strategies.workers_by_hand import Gradients, Poisoned, Stop, train, train_by_hand
+from tests.runner.problems import StopAt, arguments, fit
+from tests.strategies.workers_by_hand import Gradients, Poisoned, train, train_by_hand
 from tests.verify.problems import verified
 from tests.worlds import in_world
 
@@ -254,7 +254,7 @@ def trained_with_residuals(folder: str) -> dict[str, Any]:
         whole = train(DDP(**options), callbacks=[Callback()])
         found[f"{name}, exact"] = relative_difference(whole.state_dict(), exact)
         logdir = f"{folder}/{name}"
-        train(DDP(**options), logdir=logdir, callbacks=[Stop()])
+        train(DDP(**options), logdir=logdir, callbacks=[StopAt(5)])
         again = train(DDP(**options), logdir=logdir, resume="auto", callbacks=[Callback()])
         found[f"{name}, resumed"] = all(
             torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True)

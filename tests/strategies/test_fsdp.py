@@ -16,6 +16,7 @@ from allhands.models import GPT, MLP
 from allhands.strategies import Strategy, fsdp
 from allhands.strategies.repoint import check_optimizer
 from tests.reference import global_batches, relative_difference, train_by_hand
+from tests.runner.problems import StopAt
 from tests.worlds import in_world
 
 
@@ -207,15 +208,6 @@ def train_tokens(
     return model.state_dict(), momentum, optimizer.param_groups[0]["lr"]
 
 
-class LeaveAfter(Callback):
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-
-    def on_step_end(self, training: Any) -> None:
-        if training.step == self.steps:
-            training.stop("enough", now=True)
-
-
 @pytest.mark.serial
 @pytest.mark.usefixtures("preloaded")
 # rare: other numbers of workers, and meshes, which have tests of their own checkpoints.
@@ -234,7 +226,7 @@ def test_a_checkpoint_of_four_shards_goes_on_under_anything(
     """From the middle of the second epoch, with the same samples, to the same weights and
     momentum."""
     weights, momentum, rate = train_tokens(
-        Single(), str(tmp_path / "whole"), 3, 1, callbacks=[LeaveAfter(100)]
+        Single(), str(tmp_path / "whole"), 3, 1, callbacks=[StopAt(100)]
     )
     left = str(tmp_path / "left")
     in_world(4, _leaving, left)
@@ -254,11 +246,11 @@ def test_a_checkpoint_of_four_shards_goes_on_under_anything(
 
 
 def _leaving(logdir: str) -> None:
-    train_tokens(FSDP(), logdir, 3, 4, callbacks=[LeaveAfter(4)])
+    train_tokens(FSDP(), logdir, 3, 4, callbacks=[StopAt(4)])
 
 
 def _going_on(strategy: Strategy, logdir: str, epochs: int, shares: int, resume: str) -> Any:
-    return train_tokens(strategy, logdir, epochs, shares, resume, callbacks=[LeaveAfter(100)])
+    return train_tokens(strategy, logdir, epochs, shares, resume, callbacks=[StopAt(100)])
 
 
 @pytest.mark.serial

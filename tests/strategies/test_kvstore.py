@@ -16,7 +16,7 @@ import allhands
 from allhands import DDP, Callback, KVStore, SupervisedRunner, UserError, WorkerError
 from allhands.launch import spawn
 from tests.reference import global_batches, relative_difference, train_by_hand
-from tests.runner.problems import classification, classifier
+from tests.runner.problems import StopAt, classification, classifier
 from tests.strategies.kvstore_training import BATCH, EPOCHS, SAMPLES, by_hand, make_optimizer, train
 
 pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("preloaded")]
@@ -89,14 +89,6 @@ def routed(strategy: Any, size: int) -> float:
     return relative_difference(models[0].state_dict(), models[1].state_dict())
 
 
-class Stop(Callback):
-    """Ends the training after some steps."""
-
-    def on_step_end(self, training: Any) -> None:
-        if training.step == 5:
-            training.stop("five steps", now=True)
-
-
 class SaveAtFive(Callback):
     def on_step_end(self, training: Any) -> None:
         if training.step == 5:
@@ -158,7 +150,7 @@ def in_world(folder: str) -> dict[str, Any]:
     ]
 
     def resumed(first: Any, second: Any, where: str) -> tuple[Any, Any]:
-        train(first, "sgd", logdir=f"{folder}/{where}", callbacks=[Stop()])
+        train(first, "sgd", logdir=f"{folder}/{where}", callbacks=[StopAt(5)])
         model, optimizer, _ = train(
             second, "sgd", logdir=f"{folder}/{where}", callbacks=[Callback()], resume="auto"
         )

@@ -13,7 +13,7 @@ from torch import nn
 import allhands
 from allhands import DDP, Callback, LocalSGD, UserError
 from tests.reference import relative_difference
-from tests.runner.problems import classification, classifier
+from tests.runner.problems import StopAt, classification, classifier
 from tests.strategies.local_sgd_by_hand import (
     BATCH,
     EPOCHS,
@@ -40,19 +40,6 @@ CASES: dict[str, dict[str, Any]] = {
     "muon": {"every": 3, "outer": NESTEROV, "optimizer": "muon"},
     "overlap": OVERLAP,
 }
-
-
-class Save(Callback):
-    """Saves a checkpoint after some step, and may end the training there."""
-
-    def __init__(self, step: int, ends: bool = False) -> None:
-        self.step, self.ends = step, ends
-
-    def on_step_end(self, training: Any) -> None:
-        if training.step == self.step and self.ends:
-            training.stop("enough", now=True)
-        elif training.step == self.step:
-            training.save_checkpoint()
 
 
 class Fails(Callback):
@@ -160,7 +147,7 @@ def resumed(folder: str) -> dict[str, Any]:
                     LocalSGD(**settings),
                     optimizer,
                     logdir=logdir,
-                    callbacks=[Save(step, ends=True)],
+                    callbacks=[StopAt(step)],
                     **data,
                 )
             again, own, theirs = train(
@@ -183,7 +170,7 @@ def resumed(folder: str) -> dict[str, Any]:
         LocalSGD(every=4, outer=NESTEROV),
         "momentum",
         logdir=f"{folder}/other",
-        callbacks=[Save(5, ends=True)],
+        callbacks=[StopAt(5)],
     )
     # Saved within the evaluation after step 7, whose model is the mean, and gone on from there.
     model, _, _ = train(LocalSGD(**hard), "adamw")

@@ -16,6 +16,7 @@ from allhands.models import GPT, NextToken, ResNet18
 from allhands.strategies.pipeline_costs import by_parameters
 from allhands.strategies.pipeline_parts import chain_of, cut
 from tests.reference import global_batches, relative_difference, train_by_hand
+from tests.runner.problems import StopAt
 from tests.worlds import in_world
 
 pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("preloaded")]
@@ -352,12 +353,6 @@ def test_measured_stages_balance_time_and_not_parameters() -> None:
     assert running == pytest.approx(loss)  # rank 0, the first stage, is told at every log
 
 
-class Stop(Callback):
-    def on_step_end(self, training: Any) -> None:
-        if training.step == 7:
-            training.stop("enough", now=True)
-
-
 def go_on(logdir: str, strategy: Any, epochs: int, *callbacks: Callback) -> dict[str, torch.Tensor]:
     model = make_gpt()
     SupervisedRunner(device="cpu").train(
@@ -377,7 +372,7 @@ def go_on(logdir: str, strategy: Any, epochs: int, *callbacks: Callback) -> dict
 
 def test_a_training_goes_on_with_other_stages_and_in_one_process(tmp_path: Path) -> None:
     """Stopped in the middle of an epoch; the momentum of tied weights is known once."""
-    in_world(2, go_on, str(tmp_path), Pipeline(microbatches=4), EPOCHS, Stop())
+    in_world(2, go_on, str(tmp_path), Pipeline(microbatches=4), EPOCHS, StopAt(7))
     in_world(3, go_on, str(tmp_path), Pipeline(schedule="interleaved", microbatches=3), EPOCHS - 1)
     weights = go_on(str(tmp_path), None, EPOCHS)
     assert relative_difference(weights, by_hand("zero_bubble")[0]) < 1e-6

@@ -20,10 +20,10 @@ from allhands.strategies.base import Bound
 from allhands.strategies.ddp_exchange import DDPExchange
 from allhands.strategies.powersgd import PowerSGD
 from tests.reference import relative_difference
+from tests.runner.problems import StopAt
 from tests.strategies.workers_by_hand import (
     Gradients,
     Poisoned,
-    Stop,
     exact,
     network,
     train,
@@ -152,7 +152,7 @@ def trained(folder: str) -> dict[str, Any]:
     }  # a few buckets
     whole = train(DDP(**options), callbacks=[Callback()])
     for where, shorter in (
-        ("middle", {"callbacks": [Stop()]}),
+        ("middle", {"callbacks": [StopAt(5)]}),
         ("end", {"epochs": 2, "callbacks": [Callback()]}),
     ):
         logdir = f"{folder}/{workers}-{where}"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
-from allhands import Callback, SupervisedRunner
+from allhands import SupervisedRunner
 from tests.reference import global_batches
 from tests.runner.problems import classification
 
@@ -95,12 +95,6 @@ def train_by_hand(workers: int, exchange: Callable[[list[Gradients]], Gradients]
 
 def exact(gradients: list[Gradients]) -> Gradients:
     return {name: torch.stack([own[name] for own in gradients]).sum(0) for name in gradients[0]}
-
-
-class Stop(Callback):
-    def on_step_end(self, training: Any) -> None:
-        if training.step == 5:
-            training.stop("enough", now=True)
 
 
 class Poisoned(nn.Module):

@@ -24,21 +24,27 @@ SCRIPT = str(Path(__file__).with_name("world_script.py"))
 Told = dict[str, Any]
 
 
+# Of the variables that name a world.
+WORLD_PREFIXES = (
+    "SLURM_",
+    "OMPI_",
+    "PMI",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "GROUP_",
+    "MASTER_",
+    "TORCHELASTIC",
+    "ALLHANDS_LAUNCH",
+    "GLOO_",
+)
+
+
 def clean_environ() -> dict[str, str]:
-    """This process's variables without those that name a world or a GPU."""
-    prefixes = (
-        "SLURM_",
-        "OMPI_",
-        "PMI",
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_",
-        "GROUP_",
-        "MASTER_",
-        "TORCHELASTIC",
-        "GLOO_",
-    )
-    return {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
+    """This process's variables without those that name a world."""
+    return {
+        name: value for name, value in os.environ.items() if not name.startswith(WORLD_PREFIXES)
+    }
 
 
 # Starts processes from one that has imported torch, which takes most of the time of a new one.

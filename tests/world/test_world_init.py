@@ -16,26 +16,14 @@ import torch.distributed as dist
 import allhands
 from allhands import UserError, WorldError
 from allhands.world import Layout, devices, interface, membership
-
-PREFIXES = (
-    "SLURM_",
-    "OMPI_",
-    "PMI",
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_",
-    "GROUP_",
-    "MASTER_",
-    "TORCHELASTIC",
-    "ALLHANDS_LAUNCH",
-)
+from tests.world.forked_processes import WORLD_PREFIXES
 
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     import os
 
-    for name in [name for name in os.environ if name.startswith(PREFIXES)]:
+    for name in [name for name in os.environ if name.startswith(WORLD_PREFIXES)]:
         monkeypatch.delenv(name)
     yield
     allhands.finalize()

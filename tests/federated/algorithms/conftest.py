@@ -1,13 +1,10 @@
-from __future__ import annotations
+"""Each test is in a world of one process."""
 
-from collections.abc import Iterator
+from __future__ import annotations
 
 import pytest
 
-import allhands
-
 
 @pytest.fixture(autouse=True)
-def _world() -> Iterator[object]:
-    yield allhands.init(device="cpu")
-    allhands.finalize()
+def _world(world):
+    return world

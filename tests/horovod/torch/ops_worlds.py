@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import allhands.horovod.torch as hvd
-from allhands.errors import UserError
 from allhands.horovod import engine
-from tests.horovod.torch.refusals import refused
+from tests.horovod.torch.refusals import failed
+from tests.refusals import refused
 
 SIZE = 3
 
@@ -124,15 +124,11 @@ def sets() -> dict[str, Any]:
         found["root"] = hvd.broadcast(torch.tensor(rank), 2, process_set=outer)
         found["place"] = (outer.rank(), outer.size())
         hvd.barrier(outer)
-        found["outsider"] = refused(
-            lambda: hvd.broadcast(torch.tensor(rank), 1, process_set=outer), UserError
-        )
+        found["outsider"] = refused(lambda: hvd.broadcast(torch.tensor(rank), 1, process_set=outer))
     else:
-        found["not in it"] = refused(
-            lambda: hvd.allreduce(torch.tensor(rank), process_set=outer), UserError
-        )
-    found["twice"] = refused(lambda: hvd.add_process_set([2, 0]), UserError)
-    found["differs"] = refused(lambda: hvd.add_process_set([0, 1] if rank else [1, 2]))
+        found["not in it"] = refused(lambda: hvd.allreduce(torch.tensor(rank), process_set=outer))
+    found["twice"] = refused(lambda: hvd.add_process_set([2, 0]))
+    found["differs"] = failed(lambda: hvd.add_process_set([0, 1] if rank else [1, 2]))
     found["removed"] = (
         hvd.remove_process_set(outer),
         hvd.remove_process_set(outer),
@@ -153,16 +149,14 @@ def disagreements() -> dict[str, str]:
         "root": lambda: hvd.broadcast(torch.ones(3), 1 if odd else 0, name="root"),
         "rows": lambda: hvd.allgather(torch.ones(2, 4 if odd else 3), name="rows"),
     }
-    found = {name: refused(call) for name, call in calls.items()}
-    found["parameters"] = refused(
+    found = {name: failed(call) for name, call in calls.items()}
+    found["parameters"] = failed(
         lambda: hvd.broadcast_parameters({"w": torch.ones(2 + odd), "v": torch.ones(1)})
     )
     found["twice"] = hvd.broadcast_object(twice() if rank == 0 else "")
     if rank != 0:
         hvd.allreduce(torch.ones(2), name="twice")
-    found["object"] = refused(
-        lambda: hvd.broadcast_object(_Unknown() if rank == 0 else None), UserError
-    )
+    found["object"] = refused(lambda: hvd.broadcast_object(_Unknown() if rank == 0 else None))
     # All that went wrong went wrong on all ranks, so that they can go on.
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum, name="after").item() == SIZE
     return found
@@ -171,7 +165,7 @@ def disagreements() -> dict[str, str]:
 def twice() -> str:
     """What rank 0 is told before any other rank has begun its part."""
     hvd.allreduce_async(torch.ones(2), name="twice")
-    return refused(lambda: hvd.allreduce_async(torch.ones(2), name="twice"), UserError)
+    return refused(lambda: hvd.allreduce_async(torch.ones(2), name="twice"))
 
 
 class _Unknown:
@@ -223,9 +217,9 @@ def lonely_call() -> tuple[str, float]:
         deadline = began + 30
         while not engine.current()._broken and time.monotonic() < deadline:
             time.sleep(0.05)
-        text = refused(lambda: hvd.allreduce(torch.ones(1), name="late"))
+        text = failed(lambda: hvd.allreduce(torch.ones(1), name="late"))
     else:
-        text = refused(lambda: hvd.allreduce(torch.ones(1), name="loss"))
+        text = failed(lambda: hvd.allreduce(torch.ones(1), name="loss"))
     took = time.monotonic() - began
     hvd.shutdown()
     return text, took
@@ -236,7 +230,7 @@ def gone() -> str:
     if hvd.rank() == 0:
         hvd.shutdown()
         return ""
-    text = refused(lambda: hvd.allreduce(torch.ones(1), name="loss"))
+    text = failed(lambda: hvd.allreduce(torch.ones(1), name="loss"))
     hvd.shutdown()
     return text
 

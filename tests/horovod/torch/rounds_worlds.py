@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import allhands.horovod.torch as hvd
-from allhands.errors import UserError
 from allhands.horovod import engine, lanes
-from tests.horovod.torch.refusals import refused
+from tests.horovod.torch.refusals import failed
+from tests.refusals import refused
 
 SIZE, STEPS = 3, 50
 
@@ -126,7 +126,7 @@ def changed_shape() -> tuple[str, float]:
         net.b.data = torch.zeros(5)
         net.b.grad = None
     x = inputs(0, 0) if hvd.rank() != 1 else torch.zeros(())
-    text = refused(lambda: step_of(net, optimizer, x, "cba"))
+    text = failed(lambda: step_of(net, optimizer, x, "cba"))
     return text, hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
 
 
@@ -220,7 +220,7 @@ def calls_by_name() -> dict[str, Any]:
     for _ in range(STEPS):
         step("xyz")
     found: dict[str, Any] = {"order": step("xyz"[rank:] + "xyz"[:rank])}
-    found["shape"] = refused(lambda: step("x", 3 if rank == 2 else 2))
+    found["shape"] = failed(lambda: step("x", 3 if rank == 2 else 2))
     found["after"] = step("xyz")
     return found
 
@@ -233,7 +233,7 @@ def busy() -> str:
     for step in range(10):
         step_of(net, optimizer, inputs(0, step), "cba")
     (net.a * 2).sum().backward()
-    text = refused(hvd.join, UserError)
+    text = refused(hvd.join)
     optimizer.step()
     return text
 
@@ -291,7 +291,7 @@ def broken_promise(dies: bool) -> tuple[str, float]:
             return "", 0.0
         while not engine.current()._broken and time.monotonic() < began + 60:
             time.sleep(0.05)
-    text = refused(
+    text = failed(
         lambda: (
             step_of(net, optimizer, inputs(0, 0), "cba") if hvd.rank() != 1 else optimizer.step()
         )

@@ -13,7 +13,7 @@ import torch
 
 import allhands.horovod.torch as hvd
 from allhands.horovod import collectives, lanes
-from tests.horovod.torch.refusals import refused
+from tests.horovod.torch.refusals import failed
 from tests.horovod.torch.rounds_worlds import Three, inputs, step_of
 from tests.patience import patience
 from tests.worlds import in_world
@@ -40,11 +40,11 @@ def failing_on(rank: int, kind: str) -> list[Any]:
     began = time.monotonic()
     if hvd.rank() == rank:
         with mock.patch.object(collectives, inner, fail):  # a Mock would keep the connections
-            text = refused(CALLS[kind])
+            text = failed(CALLS[kind])
     else:
-        text = refused(CALLS[kind])
+        text = failed(CALLS[kind])
     took = time.monotonic() - began
-    following = refused(lambda: hvd.allreduce(torch.ones(1), name="following"))
+    following = failed(lambda: hvd.allreduce(torch.ones(1), name="following"))
     hvd.shutdown()
     hvd.init()
     return [text, following, took, hvd.allreduce(torch.ones(1), op=hvd.Sum).item()]
@@ -58,7 +58,7 @@ def without_memory() -> str:
     if hvd.rank() == 1:
         resource.setrlimit(resource.RLIMIT_AS, (used + 20_000_000, hard))
     try:
-        return refused(lambda: hvd.allgather(rows, name="rows"))
+        return failed(lambda: hvd.allgather(rows, name="rows"))
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
@@ -75,7 +75,7 @@ def in_a_round() -> str:
     hvd.barrier()
     if hvd.rank() == 2:
         lanes.Lane.begin = broken_begin(lanes.Lane.begin)  # type: ignore[method-assign]
-    return refused(lambda: step_of(net, optimizer, inputs(hvd.rank(), 0), "cba"))
+    return failed(lambda: step_of(net, optimizer, inputs(hvd.rank(), 0), "cba"))
 
 
 def broken_begin(begin: Callable[..., None]) -> Callable[..., None]:

@@ -23,7 +23,7 @@ from tests.horovod.torch.optimizer_training import (
     optimizers,
     weights,
 )
-from tests.horovod.torch.refusals import refused
+from tests.horovod.torch.refusals import failed
 from tests.horovod.torch.rounds_worlds import STEPS, Counted
 from tests.patience import patience
 
@@ -166,7 +166,7 @@ def broken_promise() -> tuple[str, float]:
     else:
         step()
         torch.cuda.synchronize()
-    text = refused(lambda: hvd.allreduce(torch.ones(1, device="cuda")))
+    text = failed(lambda: hvd.allreduce(torch.ones(1, device="cuda")))
     took = time.monotonic() - began
     hvd.shutdown()
     return text, took

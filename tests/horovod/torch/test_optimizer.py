@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from torch import nn
 
 import allhands.horovod.torch as hvd
-from allhands.errors import UserError
 from tests.horovod.torch.optimizer_training import (
     Batch,
     batches,
@@ -20,7 +18,7 @@ from tests.horovod.torch.optimizer_training import (
     optimizers,
     weights,
 )
-from tests.horovod.torch.refusals import refused
+from tests.refusals import refused
 from tests.worlds import in_world
 
 pytestmark = pytest.mark.serial
@@ -238,33 +236,32 @@ def adasum() -> torch.Tensor:
 
 def refusals() -> dict[str, str]:
     net, found = model(), {}
-    told = functools.partial(refused, kind=UserError)
 
     def make(**options: Any) -> Any:
         return hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), **options)
 
-    found["twice"] = told(
+    found["twice"] = refused(
         lambda: make(named_parameters=[("w", param) for param in net.parameters()])
     )
-    found["missing"] = told(lambda: make(named_parameters=list(net.named_parameters())[1:]))
-    found["no pairs"] = told(lambda: make(named_parameters=list(net.parameters())))
-    found["predivide"] = told(lambda: make(op=hvd.Sum, gradient_predivide_factor=2.0))
-    found["op"] = told(lambda: make(op="Median"))
-    found["passes"] = told(lambda: make(backward_passes_per_step=0))
-    found["groups"] = told(lambda: make(groups=0))
-    found["lbfgs"] = told(lambda: hvd.DistributedOptimizer(torch.optim.LBFGS(net.parameters())))
-    found["wrapped"] = told(lambda: hvd.DistributedOptimizer(make()))
-    found["params"] = told(lambda: hvd.broadcast_parameters(3))
+    found["missing"] = refused(lambda: make(named_parameters=list(net.named_parameters())[1:]))
+    found["no pairs"] = refused(lambda: make(named_parameters=list(net.parameters())))
+    found["predivide"] = refused(lambda: make(op=hvd.Sum, gradient_predivide_factor=2.0))
+    found["op"] = refused(lambda: make(op="Median"))
+    found["passes"] = refused(lambda: make(backward_passes_per_step=0))
+    found["groups"] = refused(lambda: make(groups=0))
+    found["lbfgs"] = refused(lambda: hvd.DistributedOptimizer(torch.optim.LBFGS(net.parameters())))
+    found["wrapped"] = refused(lambda: hvd.DistributedOptimizer(make()))
+    found["params"] = refused(lambda: hvd.broadcast_parameters(3))
     net = model()
     optimizer = make(named_parameters=net.named_parameters())
     batch = batches(hvd.rank())[0]
     loss_of(net, batch).backward()
     with pytest.raises(AssertionError):  # as in Horovod
         optimizer.zero_grad()
-    found["zero_grad"] = told(optimizer.zero_grad)
-    found["again"] = told(lambda: loss_of(net, batch).backward())
+    found["zero_grad"] = refused(optimizer.zero_grad)
+    found["again"] = refused(lambda: loss_of(net, batch).backward())
     with optimizer.skip_synchronize():
-        found["skip"] = told(optimizer.step)
+        found["skip"] = refused(optimizer.step)
     optimizer.step()
     return found
 
