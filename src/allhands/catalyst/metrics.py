@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from allhands.comm import all_reduce_sum
+from allhands.comm import sums_of_ranks
 from allhands.errors import refuse_name
 from allhands.world import current_world
 
@@ -45,9 +45,7 @@ class AdditiveMetric:
         world = current_world()
         if world is None:
             return _moments(self._sums)
-        sums = torch.tensor(self._sums, dtype=torch.float64, device=world.device)
-        all_reduce_sum([sums], world)
-        return _moments(sums.tolist())
+        return _moments(sums_of_ranks(self._sums, world))
 
 
 def _moments(sums: Sequence[float]) -> tuple[float, float]:

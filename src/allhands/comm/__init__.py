@@ -16,6 +16,7 @@ from allhands.comm.collectives import (
     broadcast_tensors,
     mean_buffers,
     sum_gradients,
+    sums_of_ranks,
 )
 
 __all__ = [
@@ -31,4 +32,5 @@ __all__ = [
     "calls",
     "mean_buffers",
     "sum_gradients",
+    "sums_of_ranks",
 ]

@@ -30,6 +30,19 @@ def all_reduce_sum(values: Sequence[torch.Tensor], world: World) -> None:
         dist.all_reduce(flat)
 
 
+def sums_of_ranks(numbers: Iterable[Any], world: World) -> list[float]:
+    """What numbers, or tensors of one, add up to over all ranks."""
+    totals = torch.stack(
+        [
+            torch.as_tensor(number, dtype=torch.float64, device=world.device).reshape(())
+            for number in numbers
+        ]
+    )
+    all_reduce_sum([totals], world)
+    found: list[float] = totals.tolist()
+    return found
+
+
 def broadcast_tensors(values: Sequence[torch.Tensor], world: World, source: int = 0) -> None:
     """Overwrite tensors in place with those of rank `source`, fused into one message a dtype."""
     if world.world_size == 1 or not values:

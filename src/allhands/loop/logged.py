@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from allhands.comm import all_gather_text, all_reduce_sum, calls
+from allhands.comm import all_gather_text, calls, sums_of_ranks
 from allhands.errors import UserError
 from allhands.world import World
 
@@ -78,14 +78,8 @@ class Logged:
             self._sums.setdefault(name, 0.0)
             self._weights.setdefault(name, 0.0)
         numbers = [*(self._sums[name] for name in names), *(self._weights[name] for name in names)]
-        totals = torch.stack(
-            [
-                torch.as_tensor(n, dtype=torch.float64, device=self.world.device).reshape(())
-                for n in numbers
-            ]
-        )
-        all_reduce_sum([totals], self.world)
-        sums, weights = totals.view(2, len(names)).tolist()
+        totals = sums_of_ranks(numbers, self.world)
+        sums, weights = totals[: len(names)], totals[len(names) :]
         return {
             name: total / weight if weight else float("nan")
             for name, total, weight in zip(names, sums, weights, strict=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from allhands.comm import all_gather_rows, all_reduce_sum, broadcast_tensors, calls
+from allhands.comm import all_gather_rows, broadcast_tensors, calls, sums_of_ranks
 from allhands.errors import UserError
 from allhands.step import NonFiniteLossError
 from allhands.world import World
@@ -83,13 +83,8 @@ class LossMean:
     def share_loss(self) -> None:
         """Tell the ranks that have no losses of their own the mean over the others; all ranks call
         it together."""
-        mine = [
-            torch.as_tensor(v if self.counts else 0.0, dtype=torch.float64)
-            for v in (self._loss, self._count)
-        ]
-        totals = torch.stack([value.to(self.world.device).reshape(()) for value in mine])
-        all_reduce_sum([totals], self.world)
-        loss, count = totals.tolist()
+        mine = (self._loss, self._count) if self.counts else (0.0, 0.0)
+        loss, count = sums_of_ranks(mine, self.world)
         self._shared = loss / count if count else float("nan")
 
     def check_finite(self) -> None:
@@ -156,14 +151,8 @@ class LossMean:
         sums += self._sums.values()
         if not self.counts:
             sums = [0.0] * len(sums)
-        totals = torch.stack(
-            [
-                torch.as_tensor(v, dtype=torch.float64, device=self.world.device).reshape(())
-                for v in sums
-            ]
-        )
-        all_reduce_sum([totals], self.world)
-        loss, count, samples, ranks, without_loss, *further = totals.tolist()
+        totals = sums_of_ranks(sums, self.world)
+        loss, count, samples, ranks, without_loss, *further = totals
         if not ranks:
             purpose = "train on" if self.trains else "evaluate"
             raise UserError(
