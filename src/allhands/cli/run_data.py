@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from allhands import models
-from allhands.cli import own_data
 from allhands.cli.named import located
-from allhands.cli.own_objects import is_own
+from allhands.cli.own_objects import find, is_own
 from allhands.config import RunFile
 from allhands.data import catalogue
+from allhands.errors import UserError, kind_of
 from allhands.federated.strategy import Federated
 from allhands.loop.schedule import length_of_training
 
@@ -21,7 +21,7 @@ from allhands.loop.schedule import length_of_training
 def load_datasets(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """The loaders' data sets; called in every worker, so that the parent holds no data."""
     if is_own(name):
-        return own_data.load(name, options)
+        return _made_by(name, options)
     return {split: catalogue.load(name, split=split, **options) for split in ("train", "valid")}
 
 
@@ -97,9 +97,7 @@ def data_options(run_file: RunFile) -> dict[str, Any]:
                     f"the catalogue's sets have it; write data.options.{key} for a function",
                 )
         root = None if data.root is None else str(Path(data.root).expanduser().absolute())
-        return located(
-            run_file, ("data",), lambda: own_data.options_of(data.name, root, data.options)
-        )
+        return located(run_file, ("data",), lambda: _options_of(data.name, root, data.options))
     if data.options:
         raise run_file.error(
             ("data", "options"),
@@ -153,3 +151,54 @@ def length_of(run_file: RunFile, period: str, entry: catalogue.Entry | None, wor
 def is_federated(run_file: RunFile) -> bool:
     """Whether it trains by clients, in rounds."""
     return run_file.config.strategy.name.lower() == Federated.name
+
+
+def _options_of(name: str, root: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What the function is called with: ``data.root`` as `root`, where it takes that, and
+    ``data.options``.
+    """
+    if root is not None and not Path(root).exists():
+        raise UserError(
+            f"data.root: there is no file or folder {root}; write where the data are, or make the "
+            "folder where the function gets them itself"
+        )
+    takes = inspect.signature(find(name)).parameters
+    anything = any(option.kind is option.VAR_KEYWORD for option in takes.values())
+    given = dict(options)
+    if "root" in given:
+        raise UserError("data.options has a root; write data.root")
+    if "root" in takes or anything:
+        given["root"] = root
+    elif root is not None:
+        raise UserError(
+            "data.root is set, and the function takes no root; give it that argument, or set "
+            "data.root to null"
+        )
+    unknown = [] if anything else [key for key in given if key not in takes]
+    if unknown:
+        raise UserError(
+            f"the function takes no {', '.join(unknown)}; it takes {', '.join(takes) or 'nothing'}"
+        )
+    missing = [
+        key
+        for key, option in takes.items()
+        if option.default is option.empty
+        and key not in given
+        and option.kind in (option.POSITIONAL_OR_KEYWORD, option.KEYWORD_ONLY)
+    ]
+    if missing:
+        raise UserError(
+            f"the function needs {', '.join(missing)}; write data.options.{missing[0]}: …"
+        )
+    return given
+
+
+def _made_by(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The data sets by loader. Raises `UserError` when the function returns anything else."""
+    made = find(name)(**options)
+    if not isinstance(made, Mapping) or not made:
+        raise UserError(
+            f"{name} returned {kind_of(made)}; it must return data sets by name, such as "
+            "{'train': dataset, 'valid': dataset}"
+        )
+    return dict(made)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from allhands.atomic_write import atomic_write_text
 from allhands.cli.named import Choice, located, raise_all
 from allhands.cli.run_data import entry_of, length_of
 from allhands.cli.run_objects import (
@@ -18,7 +19,6 @@ from allhands.cli.run_objects import (
     runner_of,
     strategy_from,
 )
-from allhands.cli.stored_run import StoreRunFile, store
 from allhands.config import RunFile
 from allhands.errors import UserError
 from allhands.federated.sites.definition import Definition
@@ -33,6 +33,7 @@ from allhands.verify.compare import verify as compare
 from allhands.verify.federated_rounds import RoundsReport, verify_rounds
 from allhands.verify.report import Report
 
+_NAME = "run.yml"
 # What the loop's own function decides, and no key of a run file.
 _NOT_FOR_LOOPS = (
     "callbacks",
@@ -295,3 +296,21 @@ def _refuse_own_steps(run_file: RunFile, instead: str) -> None:
         raise run_file.error(("loop",), f"a loop of your own cannot be had here: {instead}")
     if not isinstance(runner_of(run_file), SupervisedRunner):
         raise run_file.error(("runner", "name"), f"steps of your own cannot be had here: {instead}")
+
+
+def store(folder: Path, text: str) -> None:
+    """Write a run file into a logdir, whole or not at all."""
+    atomic_write_text(folder / _NAME, text)
+
+
+class StoreRunFile(Callback):
+    """Writes the resolved run file into the logdir, once the files of an earlier run were moved
+    aside."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def on_train_start(self, training: Any) -> None:
+        folder = training.settings.logdir
+        if folder is not None and training.world.rank == 0:
+            store(folder, self.text)
