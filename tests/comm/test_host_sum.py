@@ -12,8 +12,8 @@ import torch.distributed as dist
 import allhands
 from allhands.comm import host_sum as module
 from allhands.comm.host_sum import HostSum, host_sum
-from allhands.comm.traffic import TrafficCounter
 from allhands.errors import WorldError
+from tests.traffic_counter import TrafficCounter
 from tests.worlds import in_world
 
 pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("preloaded")]

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from allhands.comm.traffic import Collective, TrafficCounter
+from allhands.comm.traffic import Collective
+from tests.traffic_counter import TrafficCounter
 from tests.worlds import in_world
 
 

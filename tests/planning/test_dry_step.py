@@ -27,11 +27,11 @@ from allhands import (
     Tensor,
     UserError,
 )
-from allhands.comm.traffic import TrafficCounter
 from allhands.models.transformer import GPT, NextToken
 from allhands.planning.dry_step import Workload, dry_step, dry_steps
 from allhands.planning.step_recorder import UPDATE
 from allhands.strategies import Strategy
+from tests.traffic_counter import TrafficCounter
 from tests.worlds import in_world
 
 GIB = 2**30

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 
-from allhands.compat import TorchDispatchMode, dispatch_modes
+from allhands.compat import dispatch_modes
 
 # The operations of torch.distributed and those of its functional collectives, by what they do.
 _KINDS = {
@@ -120,29 +120,6 @@ def tell(transfer: Collective) -> None:
     for mode in dispatch_modes():
         if isinstance(mode, CountsTraffic):
             mode.note(transfer)
-
-
-class TrafficCounter(TorchDispatchMode):
-    """Within, the collectives of this thread, and of its backward passes, are counted, and what
-    this thread sends to parameter servers and gets from them.
-
-    Attributes:
-        transfers: those of groups of several ranks, in their order.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.transfers: list[Collective] = []
-
-    def note(self, transfer: Collective) -> None:
-        self.transfers.append(transfer)
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if (found := transfer_of(function, args)) is not None and found.size > 1:
-            self.transfers.append(found)
-        return function(*args, **(kwargs or {}))
 
 
 def transfer_of(function: Any, args: tuple[Any, ...]) -> Collective | None:

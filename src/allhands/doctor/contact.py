@@ -143,13 +143,6 @@ class Contact:
                         )
                     return answer["answer"]
 
-    @property
-    def is_up(self) -> bool:
-        """Whether it can be asked."""
-        return (
-            self._handle is not None and self._process is not None and self._process.poll() is None
-        )
-
     def close(self) -> None:
         """End the probe, which takes away what it made, and the connection."""
         process, self._process = self._process, None

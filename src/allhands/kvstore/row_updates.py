@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
-_Update = Callable[[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], dict[str, Any]], None]
+_States = dict[str, Tensor]
+_Options = dict[str, Any]
+_Update = Callable[[Tensor, Tensor, _States, _Options], None]
 
 
-def _of_steps(
-    steps: torch.Tensor, like: torch.Tensor, formula: Callable[[int], float]
-) -> torch.Tensor:
+def _of_steps(steps: Tensor, like: Tensor, formula: Callable[[int], float]) -> Tensor:
     """A number for each row from how often it was pushed, shape [n, 1]; Python's arithmetic, as
     torch's optimizers have it."""
     different, which = torch.unique(steps, return_inverse=True)
@@ -22,16 +23,11 @@ def _of_steps(
     )[which, None]
 
 
-def _decay(rows: torch.Tensor, grads: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
+def _decay(rows: Tensor, grads: Tensor, options: Mapping[str, Any]) -> Tensor:
     return grads.add(rows, alpha=options["weight_decay"]) if options["weight_decay"] != 0 else grads
 
 
-def _sgd(
-    rows: torch.Tensor,
-    grads: torch.Tensor,
-    states: dict[str, torch.Tensor],
-    options: dict[str, Any],
-) -> None:
+def _sgd(rows: Tensor, grads: Tensor, states: _States, options: _Options) -> None:
     grads = _decay(rows, grads, options)
     momentum = options["momentum"]
     if momentum != 0:
@@ -43,12 +39,7 @@ def _sgd(
     rows.add_(grads, alpha=-options["lr"])
 
 
-def _adagrad(
-    rows: torch.Tensor,
-    grads: torch.Tensor,
-    states: dict[str, torch.Tensor],
-    options: dict[str, Any],
-) -> None:
+def _adagrad(rows: Tensor, grads: Tensor, states: _States, options: _Options) -> None:
     grads = _decay(rows, grads, options)
     rate = _of_steps(
         states["step"], rows, lambda step: -options["lr"] / (1 + (step - 1) * options["lr_decay"])
@@ -57,12 +48,7 @@ def _adagrad(
     rows.add_((grads * rate).div_(states["sum"].sqrt().add_(options["eps"])))
 
 
-def _adam(
-    rows: torch.Tensor,
-    grads: torch.Tensor,
-    states: dict[str, torch.Tensor],
-    options: dict[str, Any],
-) -> None:
+def _adam(rows: Tensor, grads: Tensor, states: _States, options: _Options) -> None:
     if not options.get("decoupled_weight_decay", False):
         grads = _decay(rows, grads, options)
     elif options["weight_decay"] != 0:
@@ -78,21 +64,11 @@ def _adam(
     rows.add_((mean * rate).div_(square.sqrt().div_(scale).add_(options["eps"])))
 
 
-def _adamw(
-    rows: torch.Tensor,
-    grads: torch.Tensor,
-    states: dict[str, torch.Tensor],
-    options: dict[str, Any],
-) -> None:
+def _adamw(rows: Tensor, grads: Tensor, states: _States, options: _Options) -> None:
     _adam(rows, grads, states, {**options, "decoupled_weight_decay": True})
 
 
-def _rmsprop(
-    rows: torch.Tensor,
-    grads: torch.Tensor,
-    states: dict[str, torch.Tensor],
-    options: dict[str, Any],
-) -> None:
+def _rmsprop(rows: Tensor, grads: Tensor, states: _States, options: _Options) -> None:
     grads = _decay(rows, grads, options)
     alpha, square = options["alpha"], states["square_avg"]
     square.mul_(alpha).addcmul_(grads, grads, value=1 - alpha)

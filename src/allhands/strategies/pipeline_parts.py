@@ -15,10 +15,6 @@ from torch import fx, nn
 
 from allhands.errors import UserError, did_you_mean
 
-# What a model may say of itself: the parts of its forward in order, each the name of a submodule,
-# or the name of a method and the names of what it uses.
-Chain = Sequence[str | tuple[str, Sequence[str]]]
-
 
 @dataclass(frozen=True)
 class Part:

@@ -157,8 +157,6 @@ class Algorithm(ABC):
     #: Whether clients find the gradient of their mean loss at the model that they get, over all of
     #: their data, before they train.
     needs_start_gradient: bool = False
-    #: Whether `aggregate` takes all clients' updates and not only their sums.
-    needs_updates: bool = False
     #: Whether a global model results at all; without one, each client keeps its own.
     shares: bool = True
     #: Whether floating-point buffers (BatchNorm's statistics) are averaged; without, a model that

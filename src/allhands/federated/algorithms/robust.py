@@ -28,8 +28,6 @@ class Robust(Algorithm):
             some is refused.
     """
 
-    needs_updates = True
-
     def __init__(self, average_buffers: bool = False) -> None:
         self.average_buffers = average_buffers
         self._kept: dict[int, torch.Tensor] = {}
