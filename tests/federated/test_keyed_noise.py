@@ -133,7 +133,7 @@ def test_calls_again_in_the_backward_pass_are_only_served_when_unambiguous():
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-def test_masks_of_all_steps_of_a_client_are_made_at_once_and_are_those_of_each_step(monkeypatch):
+def test_masks_of_steps_that_come_are_made_at_once_and_are_those_of_each_step(monkeypatch):
     given = nn.Sequential(
         nn.Dropout(0.3), nn.Dropout2d(0.5), nn.Sequential(RandomFlip()), nn.Dropout(0.1)
     )
@@ -151,19 +151,18 @@ def test_masks_of_all_steps_of_a_client_are_made_at_once_and_are_those_of_each_s
         monkeypatch.setattr(keyed_noise, "_mix", noted)
         net = copy.deepcopy(given).train()
         noise, made = KeyedNoise(net, CPU), []
-        for client in (0, 1):
-            keys = noise.keys(1, 0, client, 3)
-            for step, size in enumerate((6, 6, 4)):
-                noise.set_step(keys, step)
-                noise.begin()
-                made += [net(x[:size]), net[0](x[:size])]  # the second call of a layer
-                noise.end()
+        noise.set_steps(noise.keys_of(1, 0, [0, 1], 3).flatten(0, 1))
+        for step, size in enumerate((6, 6, 4) * 2):
+            noise.set_step(step)
+            noise.begin()
+            made += [net(x[:size]), net[0](x[:size])]  # the second call of a layer
+            noise.end()
         monkeypatch.setattr(keyed_noise, "_mix", mix)
         return made, len(together)
 
     (alone, none), (together, few) = drawn(0), drawn(10_000)
-    # two clients, three layers of dropout; and none where there would be too many numbers
-    assert (none, few, drawn(3 * 12)[1]) == (0, 6, 2)
+    # Once for each of three layers of dropout; and of three steps, only where so many numbers do.
+    assert (none, few, drawn(3 * 12)[1]) == (0, 3, 2)
     assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
     assert len({one.numpy().tobytes() for one in alone}) == len(alone)
 

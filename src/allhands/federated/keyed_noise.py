@@ -23,8 +23,8 @@ from allhands.split_mix import STEP, mixed_array
 # Odd multipliers with good avalanche: the golden ratio, and two of murmur3's finalizer, as signed
 # 32-bit numbers.
 _SPREAD, _MIX, _LAST = (n - 2**32 for n in (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35))
-#: Numbers of dropout that are made at once for further steps of a client, by kind of device: on a
-#: GPU asking for the ten operations takes longer than their work, on a processor it does not.
+#: Numbers of dropout that are made at once for further steps, by kind of device: on a GPU asking
+#: for the ten operations takes longer than their work, on a processor it does not.
 MOST_AHEAD = {"cuda": 1 << 22}
 
 
@@ -63,10 +63,9 @@ class Keyed(nn.Module):
         super().__init__()
         self.register_buffer("key", torch.zeros((), dtype=torch.int32), persistent=False)
         self.calls, self.over = 0, False
-        #: The keys of all steps of the client that trains, shape ``[steps]``, and its present step,
-        #: where it is known which come.
+        #: The keys of all steps that come, shape ``[steps]``, and which of them is the present
+        #: one, where they are known.
         self.keys: torch.Tensor | None = None
-        self.each: tuple[torch.Tensor, ...] = ()
         self.step = 0
         self._places: dict[int, torch.Tensor] = {}
 
@@ -108,17 +107,14 @@ class KeyedDropout(Keyed):
     def __init__(self, p: float, features: int | None, inplace: bool) -> None:
         super().__init__()
         self.p, self.features, self.inplace = p, features, inplace
-        self._ahead: tuple[torch.Tensor, ...] | None = None  # by step
+        #: Masks of steps from `_first` on.
+        self._ahead: tuple[torch.Tensor, ...] | None = None
+        self._first = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training or self.p == 0.0:
             return x
-        made = self._ahead
-        kept = None if made is None or self.calls or self.over else made[self.step]
-        if kept is not None and kept.shape == x.shape and kept.dtype == x.dtype:
-            self.__dict__["calls"] = 1  # past `Module.__setattr__`
-        else:
-            kept = self._kept(x)
+        kept = self._kept(x)
         return x.mul_(kept) if self.inplace else x * kept
 
     def _kept(self, x: torch.Tensor) -> torch.Tensor:
@@ -134,25 +130,29 @@ class KeyedDropout(Keyed):
         return kept.view(*shape, *(1,) * behind) if behind else kept
 
     def _made_ahead(self, shape: torch.Size, x: torch.Tensor) -> torch.Tensor | None:
-        """What the first call of the present step keeps, out of what was made for all of the
-        client's steps; None where each step makes its own."""
+        """What the first call of the present step keeps, out of what was made for steps that come;
+        None where each step makes its own."""
         keys, made = self.keys, self._ahead
         if keys is None or self.calls or self.over or not shape:
             return None
+        place = self.step - self._first
         if (
             made is None
+            or not 0 <= place < len(made)
             or made[0].shape[1:] != shape[1:]
             or len(made[0]) < shape[0]
             or made[0].dtype != x.dtype
         ):
-            if len(keys) * shape.numel() > MOST_AHEAD.get(x.device.type, 0):
+            count = MOST_AHEAD.get(x.device.type, 0) // max(1, shape.numel())
+            if count < 2:
                 return None
-            bits = _mix(self._spread(shape.numel(), x.device), keys[:, None])
-            every = self._scaled(bits, x.dtype)
+            coming = keys[self.step : self.step + count]
+            bits = _mix(self._spread(shape.numel(), x.device), coming[:, None])
+            made, place = self._scaled(bits, x.dtype).view(len(coming), *shape).unbind(), 0
             # Past `Module.__setattr__`, which takes longer than a small operation.
-            made = self.__dict__["_ahead"] = every.view(len(keys), *shape).unbind()
+            self.__dict__.update(_ahead=made, _first=self.step)
         self.__dict__["calls"] = 1
-        kept = made[self.step]
+        kept = made[place]
         return kept if len(kept) == shape[0] else kept[: shape[0]]
 
     def _scaled(self, bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -218,7 +218,6 @@ class KeyedNoise:
             if isinstance(module, Keyed):
                 self.layers[name] = module.to(device)
         self.names = list(self.layers)
-        self._client: torch.Tensor | None = None  # the keys of `set_step`
 
     def keys(self, seed: int, round_: int, client: int, steps: int) -> torch.Tensor:
         """The keys of a client's steps: int32, shape ``[steps, layers]``, on the processor."""
@@ -247,18 +246,20 @@ class KeyedNoise:
         """Use these keys, shape ``[layers]``, from now on; they may change in place."""
         for place, layer in enumerate(self.layers.values()):
             # Past `Module.__setattr__`, which takes longer than a small operation.
+            layer.__dict__["keys"] = None
             layer._buffers["key"] = keys[place]
 
-    def set_step(self, keys: torch.Tensor, step: int) -> None:
-        """Use the keys of this step, of a client's keys, shape ``[steps, layers]``, which stay as
-        they are."""
-        if keys is not self._client:
-            self._client = keys
-            for layer, column in zip(self.layers.values(), keys.t().contiguous(), strict=True):
-                layer.__dict__.update(keys=column, each=column.unbind(), _ahead=None)
+    def set_steps(self, keys: torch.Tensor) -> None:
+        """Steps with these keys come, shape ``[steps, layers]``, which stay as they are."""
+        for layer, column in zip(self.layers.values(), keys.t().contiguous(), strict=True):
+            layer.__dict__.update(keys=column, _ahead=None)
+
+    def set_step(self, step: int) -> None:
+        """Use the keys of this step, of those that were set."""
         for layer in self.layers.values():
+            assert layer.keys is not None
             layer.__dict__["step"] = step
-            layer._buffers["key"] = layer.each[step]
+            layer._buffers["key"] = layer.keys[step]
 
     def begin(self) -> None:
         """A forward pass begins."""

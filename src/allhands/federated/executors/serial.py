@@ -113,6 +113,7 @@ class Serial(Executor):
         self._room: torch.Tensor | None = None
         self._taken: list[Any] | None = None
         self._one = torch.ones((), device=server.device)  # the gradient of a loss
+        self._first = 0  # of a client's steps, among those of all
         named = dict(work.model.named_parameters())
         self._weights = [named[place.name] for place in layout.parameters]
         self._slots = [
@@ -141,7 +142,10 @@ class Serial(Executor):
         self._room = gathered.rows
         with preserved_generators():
             try:
-                for job, keys in zip(jobs, self._keys_of(jobs), strict=True):
+                every = self._keys_of(jobs)
+                self.noise.set_steps(every.flatten(0, 1))
+                for place, (job, keys) in enumerate(zip(jobs, every, strict=True)):
+                    self._first = place * len(keys)
                     began = time.perf_counter()
                     own = states([job.client])
                     try:
@@ -244,7 +248,7 @@ class Serial(Executor):
         work = self.work
         for weight in self._weights:
             weight.grad = None
-        self.noise.set_step(keys, step)
+        self.noise.set_step(self._first + step)
         self.noise.begin()
         if self._taken is not None:
             taken = self._taken[step]
