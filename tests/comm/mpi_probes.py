@@ -216,7 +216,7 @@ def in_pieces() -> None:
     whole = moves.piece_bytes, moves.reduced_bytes
     moves.piece_bytes = moves.reduced_bytes = 64
     try:
-        count = 1003
+        count = 203
         for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8):
             tensor = data(RANK, count, dtype)
             dist.all_reduce(tensor)

@@ -178,7 +178,7 @@ def test_checkpoints_are_the_plain_optimizers(tmp_path: Path) -> None:
 
 
 @pytest.mark.serial
-def test_one_call_gives_the_whole_state_back() -> None:
+def test_one_call_gives_the_whole_state_back(preloaded: None) -> None:
     weights, state = train(DDP(optimizer_state="sharded"), workers=2)
     expected = train(DDP(), workers=2)
     assert same((weights, state), expected)
