@@ -134,8 +134,12 @@ $(DEMO): pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) install --quiet -e '.[data,report]' -c constraints.txt
 	@touch $@
 
+# Most files of these packages are never imported, and Python compiles those that are. What all
+# tests import is compiled here, once, and not by each of the processes that begin together.
+IMPORTED := import torch._dynamo, torch.utils.tensorboard, torchmetrics, flwr
 $(DEV): pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) install --quiet -e '.[dev]' -c constraints.txt
+	$(PIP) install --quiet --no-compile -e '.[dev]' -c constraints.txt
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -W ignore -c '$(IMPORTED)'
 	@touch $@ $(DEMO)
 
 $(TENSORFLOW): constraints.txt constraints-tensorflow.txt $(DEV)
