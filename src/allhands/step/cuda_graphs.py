@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
@@ -31,11 +32,15 @@ class CudaGraphs:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool: Any = None
+        self._graphs: weakref.WeakSet[_InParts] = weakref.WeakSet()
 
     def __call__(
         self, function: Callable[[Callable[[], None]], None], between: Callable[[], None]
     ) -> Graphs:
+        if not any(graphs.kept for graphs in self._graphs):
+            # PyTorch gives a pool up with the last of its graphs.
+            self._pool = torch.cuda.graph_pool_handle()
         parts: list[torch.cuda.CUDAGraph] = []
         with ExitStack() as stack:
 
@@ -58,7 +63,9 @@ class CudaGraphs:
 
             begin()
             function(cut)
-        return _InParts(parts, between)
+        made = _InParts(parts, between)
+        self._graphs.add(made)
+        return made
 
     def alongside(self) -> Any:
         """A context in which this stream is the current one, in order with the one before."""
@@ -68,6 +75,7 @@ class CudaGraphs:
 class _InParts:
     def __init__(self, parts: Sequence[torch.cuda.CUDAGraph], between: Callable[[], None]) -> None:
         self._parts, self._between = parts, between
+        self.kept = True  # and not reset
         self._lock = threading.Lock()  # another thread resets them at an abort
 
     def replay(self) -> None:
@@ -79,6 +87,7 @@ class _InParts:
 
     def reset(self) -> None:
         with self._lock:
+            self.kept = False
             for part in self._parts:
                 part.reset()
 
