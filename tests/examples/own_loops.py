@@ -110,8 +110,19 @@ class Case:
         return max(differences)
 
 
+@contextmanager
+def float64() -> Iterator[None]:
+    """Adam divides gradients that are rounding alone by themselves: in float32 it moves biases
+    whose gradients are zero, as those of keys, by more than what is compared."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@float64()
 def dcgan() -> Case:
-    data = digits()
+    images, labels = digits().tensors
+    data = TensorDataset(images.double(), labels)
     torch.manual_seed(0)
     g, d = example("dcgan").build()
     of_g, of_d = (torch.optim.Adam(m.parameters(), lr=1e-3, betas=(0.5, 0.999)) for m in (g, d))
@@ -196,15 +207,6 @@ def wgan_gp() -> Case:
             (-critic(generator(draw(len(x), 32))).mean()).backward()
             of_generator.step()
     return Case("wgan_gp", numbers_in((generator, critic)), (data,), {"steps": STEPS})
-
-
-@contextmanager
-def float64() -> Iterator[None]:
-    """Adam divides gradients that are rounding alone by themselves: in float32 it moves the keys'
-    biases, whose gradients are zero, by more than what is compared."""
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 @float64()

@@ -21,6 +21,7 @@ from allhands.federated.sites.arrays import pack
 from allhands.federated.sites.site_training import Across
 from tests.federated.sites.across import NAMES, grid, net, same, serve, simulate, site
 from tests.federated.sites.fake_grid import FakeGrid
+from tests.reference import relative_difference
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -87,13 +88,13 @@ def test_a_site_that_leaves_in_mid_round_is_left_out_of_it(tmp_path, capsys):
     assert history["absent"] == [[], [], ["south"]]
     assert "round 1: site south is left out: the node is not available" in capsys.readouterr().out
     # The others' weights make up the whole: as with a site that the server never hears of in these
-    # rounds.
+    # rounds. The shares of three sites and those of four are not rounded alike.
     again = grid(tmp_path / "two")
     after(again, 1, lambda: again.nodes[102].loses.add("train"))
     other, history = serve(again, sites={"round_timeout": 1.0})
     assert history["failed"] == [[], ["south"], ["south"]]
-    assert same(model, other)
-    assert not same(model, simulate()[0])
+    assert relative_difference(model.state_dict(), other.state_dict()) < 1e-6
+    assert relative_difference(model.state_dict(), simulate()[0].state_dict()) > 1e-3
 
 
 def test_a_site_that_is_slow_is_named_and_its_late_reply_dropped(tmp_path, capsys):
