@@ -3,8 +3,9 @@ keeps it."""
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from allhands import DDP, Callback, SupervisedRunner, UserError
 from allhands.step.exchange import Exchange
 from allhands.strategies.base import BindOptions, Bound
 from allhands.strategies.measured import backward_of, candidates_for, fastest, said
+from allhands.world import World
 from tests.runner.problems import classification
 from tests.worlds import in_world
 
@@ -144,17 +146,30 @@ def by_own_buckets(world: Any) -> tuple[float, list[str]]:
     return worst, list(exchange.notes)
 
 
+def chosen_by_a_clock(world: World) -> tuple[float | None, dict[float | None, float]]:
+    """The choice, and the times, of steps that move a clock and compute nothing."""
+    # 1 is the fastest on rank 0 alone, and a step takes as long as that of the slowest rank.
+    seconds = {None: 0.05, 1: 0.08 if world.rank else 0.01, 5: 0.03, 100: 0.0301}
+    now = 0.0
+
+    def step_of(cap: float | None) -> Callable[[], None]:
+        def step() -> None:
+            nonlocal now
+            now += seconds[cap]
+
+        return step
+
+    with pytest.MonkeyPatch.context() as patch:
+        clock = SimpleNamespace(perf_counter=lambda: now)
+        patch.setattr("allhands.strategies.measured.time", clock)
+        return fastest(step_of, [None, 1, 5, 100], world)
+
+
 def measured(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    rank = dist.get_rank()
-    # 1 is the fastest on rank 0 alone, and a step takes as long as that of the slowest rank.
-    seconds = {None: 0.05, 1: 0.08 if rank else 0.01, 5: 0.03, 100: 0.0301}
     world = allhands.current_world()
     assert world is not None
-    found["chosen"], found["times"] = fastest(
-        lambda cap: lambda: time.sleep(seconds[cap]), [None, 1, 5, 100], world
-    )
-
+    found["chosen"], found["times"] = chosen_by_a_clock(world)
     found["own buckets"], found["notes of own buckets"] = by_own_buckets(world)
     weights, exchange = train("measured", logdir=f"{folder}/whole", callbacks=[Callback()])
     found["notes"] = exchange.notes
@@ -191,7 +206,7 @@ def measured(folder: str) -> dict[str, Any]:
 def test_the_same_choice_on_all_ranks_and_nothing_else_is_changed(tmp_path: Path) -> None:
     for found in in_world(2, measured, str(tmp_path)):
         assert found["chosen"] == 5
-        assert found["times"][1] > 0.07
+        assert found["times"] == pytest.approx({None: 0.05, 1: 0.08, 5: 0.03, 100: 0.0301})
         assert found["own buckets"] == 0
         assert "(measured: 1: " in found["notes of own buckets"][0]
         (note,) = found["notes"]

@@ -17,6 +17,14 @@ from tests.horovod.torch.refusals import failed
 from tests.refusals import refused
 
 SIZE = 3
+DTYPES = (
+    torch.bfloat16,
+    torch.float16,
+    torch.int16,
+    torch.uint8,
+    torch.int64,
+    torch.float64,
+)
 
 
 def reductions() -> dict[str, Any]:
@@ -30,14 +38,7 @@ def reductions() -> dict[str, Any]:
     found["old average"] = hvd.allreduce(x, average=False)
     found["whole"] = hvd.allreduce(torch.tensor([rank, 2 * rank - 5]))
     found["bool"] = hvd.allreduce(torch.tensor([rank == 1, False]), op=hvd.Sum)
-    for dtype in (
-        torch.bfloat16,
-        torch.float16,
-        torch.int16,
-        torch.uint8,
-        torch.int64,
-        torch.float64,
-    ):
+    for dtype in DTYPES:
         found[str(dtype)] = hvd.allreduce(torch.tensor([[rank + 1]], dtype=dtype), op=hvd.Sum)
     found["fp16 on the way"] = hvd.allreduce(x, op=hvd.Sum, compression=hvd.Compression.fp16)
     found["bf16 on the way"] = hvd.allreduce(x / 3, op=hvd.Sum, compression=hvd.Compression.bf16)

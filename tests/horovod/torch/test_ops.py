@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.horovod.torch.ops_worlds import SIZE, adasum, everything, gone, lonely_call
+from tests.horovod.torch.ops_worlds import DTYPES, SIZE, adasum, everything, gone, lonely_call
 from tests.patience import patience
 from tests.worlds import in_world
 
@@ -40,14 +40,7 @@ def test_reductions(world: list[dict[str, Any]]) -> None:
         assert torch.equal(found["scaled"], 1.5 * all_x.sum(0))
         assert found["whole"].tolist() == [1, -3]  # 3 / 3; -9 / 3
         assert found["bool"].tolist() == [True, False]
-        for dtype in (
-            torch.bfloat16,
-            torch.float16,
-            torch.int16,
-            torch.uint8,
-            torch.int64,
-            torch.float64,
-        ):
+        for dtype in DTYPES:
             assert torch.equal(found[str(dtype)], torch.tensor([[6]], dtype=dtype))
         assert torch.equal(found["fp16 on the way"], all_x.sum(0))
         assert torch.equal(found["bf16 on the way"], (all_x / 3).bfloat16().sum(0).float())
